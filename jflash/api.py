@@ -1,0 +1,318 @@
+"""The door: the public calls of attention. Each reads down: arguments to a `Problem`, a `Plan`, the backend."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash.backends import registry
+from jflash.backends.protocol import Operands, flatten, problem_of
+from jflash.errors import ArgumentError, ShapeError, UnsupportedError
+from jflash.hardware import Hardware, named, present
+from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks.mask import MaskStructure
+from jflash.numerics.online_softmax import Attended
+from jflash.numerics.precision import compute_dtype
+from jflash.options import current_options
+from jflash.parallel.partition import over_explicit_mesh
+from jflash.plan import Explanation, Plan, check_backend_name, choose, explain_plan
+from jflash.problem import Problem, check_arrays, check_bias, real
+from jflash.vjp import kernel_attention
+
+
+def flash_attention(
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    tiles: Any = None,
+) -> Float[Array, "*B T N Hv"]:
+    r"""Exact attention in O(n) memory.
+
+    For each query t and head n, with kv head n // (N // K),
+
+        s = scale * (q · k) + bias,   then softcap * tanh(s / softcap),   then -inf where the mask does not allow,
+        out = softmax(s) @ v.
+
+    The order of the sum is that of the online softmax (FlashAttention, arXiv:2205.14135, algorithm 1), the result is
+    that of the formula. Logits and softmax are float32 whatever the inputs (float64 for float64); float32 inputs are
+    multiplied at HIGHEST precision unless `jax.default_matmul_precision` says otherwise.
+
+    A query that sees no key gives 0, and all its gradients are 0. A key that no query of its batch row sees has no
+    influence whatever it holds, NaN too.
+
+    Args:
+      q: queries, (B, T, N, H) or without B; bfloat16, float16, float32 or float64.
+      k: keys, (B, S, K, H), where K divides N.
+      v: values, (B, S, K, Hv); Hv may differ from H.
+      mask: which pairs attend, from `jflash.masks`. The arguments `causal`, `window` and `segment_ids` narrow it.
+      causal: query t sees the keys up to t. For T != S give `mask=Causal(offset=...)`, which says where the diagonal
+        starts.
+      window: distances (left, right) of the first and the last key that a query sees, both ends included; None in a
+        pair is unlimited, an int w means (w, w).
+      segment_ids: a segment for each token, (T,) or (B, T), or a pair of those for queries and keys: a query sees the
+        keys of its own segment.
+      bias: added to the scaled logits, broadcastable to (B, N, T, S); -inf masks a pair. It has a gradient.
+      softcap: cap of the logits, positive; None for none.
+      scale: factor of q · k, a Python float; None means 1 / sqrt(H).
+      deterministic: gradients are bit-equal between runs of the compiled program, or the call raises.
+      backend: "auto", or the name of one, which then runs or raises; see `jflash.explain`.
+      tiles: block sizes, of the type that the backend takes; None for its own choice.
+
+    Returns:
+      (B, T, N, Hv) in the dtype of q, or without B as the inputs.
+
+    Raises:
+      ShapeError, DtypeError, ArgumentError: an argument is not as above; the message says which and what is wanted.
+      UnsupportedError: the backend asked for cannot do this; the message says why.
+
+    Example:
+      >>> import jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
+      >>> jflash.flash_attention(q, k, v, causal=True, window=(32, 0)).shape
+      (2, 100, 4, 64)
+    """
+    return flash_attention_with_lse(
+        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
+        scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+    ).out  # fmt: skip
+
+
+def flash_attention_with_lse(
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    tiles: Any = None,
+) -> Attended:
+    """`flash_attention`, and with it the log of the sum of exponentials of each query's logits.
+
+    Two results over different keys merge into the result over all of them by their lse; both are differentiable.
+
+    Args, Raises: as of `flash_attention`.
+
+    Returns:
+      `out` (B, T, N, Hv) in the dtype of q, and `lse` (B, N, T), natural log, float32 (float64 for float64 inputs),
+      -inf for a query that sees no key. Without B where the inputs are.
+
+    Example:
+      >>> import jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 100, 4, 64))
+      >>> out, lse = jflash.flash_attention_with_lse(q, k, v)
+      >>> out.shape, lse.shape
+      ((100, 4, 64), (4, 100))
+    """
+    check_backend_name(backend)
+    problem, bound_mask = _pose(
+        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
+        scale=scale, deterministic=deterministic,
+    )  # fmt: skip
+    plan = choose(problem, _hardware(None), backend=backend, tiles=tiles)
+    is_batched = len(q.shape) == 4
+    q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
+    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
+    attended = _attend(problem, plan, Operands(q, k, v, bias, bound_mask))
+    return attended if is_batched else Attended(*(array[0] for array in attended))
+
+
+def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, **arguments: Any) -> Explanation:
+    """Which backend and tiles `flash_attention` would use, and for each other backend the reason why not.
+
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, in masks too, and no device of the kind need be there.
+
+    Args:
+      hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is the option `hardware`, or the device here.
+      q, k, v, **arguments: those of `flash_attention`.
+
+    Raises:
+      ShapeError, DtypeError, ArgumentError: as `flash_attention` would. A refusal is part of the answer and not raised.
+
+    Example:
+      >>> import jax
+      >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), "bfloat16")
+      >>> jflash.explain(x, x, x, causal=True, hardware="h200").plan.backend
+      'xla'
+    """
+    backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
+    check_backend_name(backend)
+    problem, _ = _pose(q, k, v, **arguments)
+    return explain_plan(problem, _hardware(hardware), backend=backend, tiles=tiles)
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Takes what `jax.nn.dot_product_attention` takes, and means the same, in O(n) memory.
+
+    It differs where the other gives something of little use:
+    a query that sees no key gives 0 with gradients 0 (there: the mean of all values); what padding holds, NaN too, never
+    reaches a result; the residual is float32 (there: rounded to the dtype of key) and differentiable (there: not); Hv
+    may differ from H.
+
+    Args:
+      query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv), or without B. Whatever `jnp.asarray` takes.
+      bias: added to the scaled logits; broadcastable to (B, N, T, S) from any rank up to 4.
+      mask: booleans, True where a pair attends; broadcastable likewise.
+      scale: factor of the logits; None means 1 / sqrt(H).
+      is_causal: query t sees the keys up to t, aligned at the top left also where T != S.
+      query_seq_lengths, key_value_seq_lengths: (B,); what lies past a length is padding. Each works alone.
+      local_window_size: (left, right) distances, both ends included, aligned at the top left; an int w means (w, w).
+      implementation: None is `backend="auto"`, "xla" is `backend="xla"`, "cudnn" is `backend="cudnn"` or raises.
+      return_residual: also return the lse, (B, T, N).
+
+    Returns:
+      (B, T, N, Hv) in the dtype of query; with `return_residual` a tuple of it and the lse.
+
+    Raises:
+      ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
+
+    Example:
+      >>> import jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
+      >>> jflash.dot_product_attention(q, k, v, is_causal=True).shape
+      (2, 100, 4, 64)
+    """
+    if implementation not in (None, "xla", "cudnn"):
+        raise ArgumentError("implementation", found=repr(implementation), wanted='None, "xla" or "cudnn"')
+    if implementation is not None and implementation not in registry.names():
+        hint = "implementation=None takes the best backend there is."
+        raise UnsupportedError({implementation: "this version of jflash has no such backend"}, hint=hint)
+    query, key, value = (jnp.asarray(array) for array in (query, key, value))
+    masks: list[Mask] = [Causal()] if is_causal else []
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        masks.append(Dense(mask.reshape((1,) * (2 - mask.ndim) + mask.shape)))
+    if local_window_size is not None:
+        masks.append(_window(local_window_size, "local_window_size"))
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        masks.append(Lengths(q=_length(query_seq_lengths), kv=_length(key_value_seq_lengths)))
+    out, lse = flash_attention_with_lse(
+        query, key, value,
+        mask=And(*masks) if masks else None,
+        bias=None if bias is None else jnp.asarray(bias),
+        scale=scale,
+        backend=implementation or "auto",
+    )  # fmt: skip
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(problem: Problem, plan: Plan, operands: Operands) -> Attended:
+    """The call itself: jitted, so that a second call of the same problem traces nothing."""
+    if problem.is_empty:
+        out = jnp.zeros((problem.B, problem.T, problem.N, problem.Hv), problem.dtype)
+        lse = jnp.full((problem.B, problem.N, problem.T), -jnp.inf, compute_dtype(problem.dtype))
+        return Attended(out, lse)
+    backend = registry.get(plan.backend)
+    arrays, axes, unflatten = flatten(operands)
+
+    def on_device(*arrays: Array) -> Attended:
+        own = unflatten(*arrays)
+        if backend.backward is None:
+            return backend.forward(problem_of(problem, own), plan.tiles, own)
+        return kernel_attention(backend, problem, plan.tiles, own)
+
+    return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=("BTND", "BNT")))
+
+
+def _hardware(name: str | None) -> Hardware:
+    name = name or current_options().hardware
+    return present() if name is None else named(name)
+
+
+def _pose(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window: Any = None,
+    segment_ids: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+) -> tuple[Problem, Mask]:
+    """The problem that a call poses, and its mask bound to it. All checks of arguments are made here."""
+    check_arrays(q, k, v)
+    *batch, T, N, H = q.shape
+    *_, S, K, Hv = v.shape
+    lengths = {"B": batch[0] if batch else 1, "N": N, "T": T, "S": S}
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, found=repr(flag), wanted="True or False")
+    if causal and T != S:
+        hint = f"Give mask=Causal() for query t to see keys up to t, or mask=Causal(offset={S - T}) to align the ends."
+        raise ShapeError("causal", found=f"T={T}, S={S}", wanted="equal lengths, where only one diagonal is meant", hint=hint)
+    masks = [_checked_mask(mask)] if mask is not None else []
+    masks += [Causal()] if causal else []
+    masks += [_window(window, "window")] if window is not None else []
+    masks += [_segments(segment_ids)] if segment_ids is not None else []
+    bound = (And(*masks) if len(masks) > 1 else masks[0] if masks else Full()).bind(**lengths)
+    problem = Problem(
+        B=lengths["B"], T=T, S=S, N=N, K=K, H=H, Hv=Hv,
+        dtype=np.dtype(q.dtype),
+        scale=H**-0.5 if scale is None else real("scale", scale),
+        softcap=None if softcap is None else real("softcap", softcap, positive=True),
+        mask=MaskStructure.of(bound),
+        bias=None if bias is None else (check_bias(bias, **lengths), np.dtype(bias.dtype)),
+        deterministic=deterministic,
+    )  # fmt: skip
+    return problem, bound
+
+
+def _checked_mask(mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    hint = "Wrap an array of booleans in jflash.masks.Dense; an additive mask goes into `bias`."
+    raise ArgumentError("mask", found=type(mask).__name__, wanted="a mask of jflash.masks", hint=hint)
+
+
+def _window(window: Any, name: str) -> SlidingWindow:
+    pair = (window, window) if isinstance(window, int) else window
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        wanted = "an int, or a pair (left, right) of ints or None"
+        raise ArgumentError(name, found=repr(window), wanted=wanted)
+    return SlidingWindow(*pair)
+
+
+def _segments(segment_ids: Any) -> Segments:
+    return Segments(*segment_ids) if isinstance(segment_ids, tuple) else Segments(segment_ids)
+
+
+def _length(lengths: Any) -> Any:
+    return None if lengths is None else jnp.asarray(lengths)

@@ -1,0 +1,1 @@
+"""The implementations of attention; README.md beside this file says how to add one."""

@@ -1,0 +1,98 @@
+"""What a backend is: a record of functions. Backends do not know each other, and nobody else knows their insides."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jflash.hardware import Hardware
+from jflash.masks.mask import Mask, MaskStructure
+from jflash.numerics.online_softmax import Attended
+from jflash.problem import Problem
+
+RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
+"""Names of out and lse for policies of `jax.checkpoint`: `save_only_these_names(*RESIDUAL_NAMES)` runs the forward once."""
+
+
+def name_residuals(attended: Attended) -> Attended:
+    """Gives out and lse their published names. What is returned and what is saved must both be this named value."""
+    return Attended(*(checkpoint_name(array, name) for array, name in zip(attended, RESIDUAL_NAMES)))
+
+
+class Operands(NamedTuple):
+    """The arrays of one call; the problem says the rest.
+
+    Attributes:
+      q: (B, T, N, H); k: (B, S, K, H); v: (B, S, K, Hv).
+      bias: each axis 1 or that of (B, N, T, S); or None.
+      mask: after `bind`, so that every array in it has a leading axis of size 1 or B.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    mask: Mask
+
+
+def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Callable[..., Operands]]:
+    """The arrays of the operands, a letter for each axis of each of them, and the function that puts them back."""
+    arrays, tree = jax.tree.flatten(operands)
+    bias_axes = () if operands.bias is None else ("BNTS",)
+    axes = ("BTNH", "BSKH", "BSKD", *bias_axes, *(value.axes for value in operands.mask.values()))
+    return tuple(arrays), axes, lambda *arrays: jax.tree.unflatten(tree, arrays)
+
+
+class Gradients(NamedTuple):
+    """Cotangents of q, k and v, in their dtypes."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+
+
+class Tiles(Protocol):
+    """Block sizes and stages of one kernel: a frozen, hashable, keyword-only record that refuses bad values."""
+
+    def __hash__(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of attention.
+
+    Attributes:
+      name: as in `backend="xla"`.
+      supports: None, or a sentence that says why this problem cannot run on this hardware, with the offending number.
+      default_tiles: the tiles for a problem; None where the backend has none.
+      forward: (problem, tiles, operands) to out and lse.
+      backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is the
+        sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
+      tiles_type: the type of `tiles=` that it takes; None where it takes none.
+    """
+
+    name: str
+    supports: Callable[[Problem, Hardware], str | None]
+    forward: Callable[[Problem, Any, Operands], Attended]
+    backward: Callable[[Problem, Any, Operands, Array, Array, Array], Gradients] | None = None
+    default_tiles: Callable[[Problem, Hardware], Any] = lambda problem, hardware: None
+    tiles_type: type | None = None
+
+
+def problem_of(problem: Problem, operands: Operands) -> Problem:
+    """The problem that these operands pose, where they differ from `problem` in batch and heads only.
+
+    One device's part of a partitioned call, and a call folded by `jax.vmap`, are smaller and larger problems of the kind.
+    """
+    B, T, N, H = operands.q.shape
+    _, S, K, Hv = operands.v.shape
+    bias = operands.bias
+    return dataclasses.replace(
+        problem,
+        B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv,
+        mask=MaskStructure.of(operands.mask),
+        bias=None if bias is None else (tuple(bias.shape), bias.dtype),
+    )  # fmt: skip

@@ -1,0 +1,269 @@
+"""The blockwise forward pass and its derivative.
+
+Forward (FlashAttention-2, arXiv:2307.08691, algorithm 1): for each block of queries, a scan over the blocks of keys that
+the mask lets it see carries (m, l, acc).
+
+Derivative. With p = exp(s - lse), the tangent of the result is a sum over keys without any order among them,
+
+    d_lse = sum p · ds            d_out = sum (p · ds) v + sum p · dv - out · d_lse
+
+so it needs q, k, v, out and lse and nothing else of the forward pass. It is stated once, as a JVP rule: JAX transposes it
+to the backward pass of algorithm 2 there, and since the rule is itself plain JAX, differentiates it again as often as
+asked. `jax.checkpoint` around a row and around a tile keeps p from being stored.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jflash.backends.protocol import Operands, name_residuals
+from jflash.backends.xla.tiles import XlaTiles
+from jflash.masks.mask import Mask, TileKind
+from jflash.masks.tile_map import TileMap, lists_of, union
+from jflash.numerics.logits import logits
+from jflash.numerics.online_softmax import Attended, Carry, empty, finish, finite, merge
+from jflash.numerics.precision import compute_dtype, matmul_precision, tree_like
+from jflash.problem import Problem
+
+
+class Blocks(NamedTuple):
+    """Arrays cut into blocks, of a whole problem, of one row of tiles, or of one tile.
+
+    Axes of the whole: b batch, k key/value head, g query head of its group, h and d head dims.
+
+    Attributes:
+      q: (rows, b, k, g, block_q, h).
+      k, v: (columns, b, k, block_k, h or d).
+      bias: (rows, columns, b, k, g, block_q, block_k), each axis possibly 1; or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+
+
+def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
+    """Attention of one problem; see the top of this module."""
+    q, k, v, bias, mask = operands
+    return name_residuals(_attend(problem, tiles, mask, q, k, v, bias))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(problem: Problem, tiles: XlaTiles, mask: Mask, q: Array, k: Array, v: Array, bias: Array | None) -> Attended:
+    grid = _Grid(problem, tiles, mask)
+
+    def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
+        def column(carry: Carry, allowed: Array | None, block: Blocks) -> Carry:
+            s, value = grid.logits(allowed, block)
+            m = s.max(-1)
+            p = jnp.exp(s - finite(m)[..., None])
+            return merge(carry, Carry(m, p.sum(-1), grid.weigh(p, value)))
+
+        rows = sides[0].q.shape[:-1]
+        return finish(grid.fold(column, empty(rows, problem.Hv, grid.dtype), i, sides))
+
+    return grid.join(*grid.map_rows(row, (grid.split(q, k, v, bias),)))
+
+
+@_attend.defjvp
+def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tuple) -> tuple[Attended, Attended]:
+    mask, *arrays = primals
+    _, *array_tangents = tangents
+    # Named here too: what the derivative uses must be the value that a policy of jax.checkpoint saves.
+    attended = name_residuals(_attend(problem, tiles, mask, *arrays))
+    grid = _Grid(problem, tiles, mask)
+
+    def row(i: Array, sides: tuple[Blocks, Blocks], result: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, lse = result
+        shift = finite(lse)[..., None]
+
+        def column(sums: tuple[Array, Array], allowed: Array | None, block: Blocks, tangent: Blocks) -> tuple[Array, Array]:
+            (s, value), (ds, d_value) = jax.jvp(functools.partial(grid.logits, allowed), (block,), (tangent,))
+            p = jnp.exp(s - shift)
+            d_lse, d_acc = sums
+            return d_lse + (p * ds).sum(-1), d_acc + grid.weigh(p * ds, value) + grid.weigh(p, d_value)
+
+        d_lse, d_acc = grid.fold(column, (jnp.zeros_like(lse), jnp.zeros_like(out)), i, sides)
+        dead = lse == -jnp.inf
+        d_out = jnp.where(dead[..., None], 0, d_acc - out * d_lse[..., None])
+        return d_out, jnp.where(dead, 0, d_lse)
+
+    sides = grid.split(*arrays), grid.split(*array_tangents)
+    return attended, grid.join(*grid.map_rows(row, sides, grid.split_result(attended)))
+
+
+class _Grid:
+    """The tiles of one problem: how arrays are cut into them, and how a function is carried over those that are visited."""
+
+    def __init__(self, problem: Problem, tiles: XlaTiles, mask: Mask):
+        self.dtype = compute_dtype(problem.dtype)
+        self._problem, self._tiles, self._mask = problem, tiles, mask
+        self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.dtype))
+
+        tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=tiles.block_q, block_k=tiles.block_k)
+        self._rows, self._columns = tile_map.rows, tile_map.columns
+        self._mask_values = [self._split_pairs(value.expanded()) for value in mask.values()]
+        kinds = union(tile_map.kinds())
+        self._possible_kinds = tuple(TileKind)
+        self._column, self._kind, self._in_order = None, kinds, True
+        if isinstance(kinds, np.ndarray):
+            # Known when tracing: leave out the columns beyond the longest row, and the branches that no tile takes.
+            lists = lists_of(kinds)
+            longest = max(1, int(lists.count.max()))
+            if longest < self._columns:
+                self._column, self._kind, self._in_order = lists.column[:, :longest], lists.kind[:, :longest], False
+            self._possible_kinds = tuple(TileKind(kind) for kind in np.unique(self._kind))
+
+    # Cutting and joining ----------------------------------------------------------------------------------------------
+
+    def split(self, q: Array, k: Array, v: Array, bias: Array | None) -> Blocks:
+        """Cuts operands, or tangents of operands, into blocks of the dtype computed in."""
+        return Blocks(
+            q=self._split_rows(q.astype(self.dtype)),
+            k=self._split_columns(k.astype(self.dtype)),
+            v=self._split_columns(v.astype(self.dtype)),
+            bias=None if bias is None else self._split_bias(bias),
+        )
+
+    def split_result(self, attended: Attended) -> tuple[Array, Array]:
+        """Cuts out and lse into the blocks of the rows: (rows, b, k, g, block_q, d) and the same without d."""
+        lse = self._split_rows(attended.lse.swapaxes(1, 2)[..., None])[..., 0]
+        return self._split_rows(attended.out.astype(self.dtype)), lse
+
+    def join(self, out: Array, lse: Array) -> Attended:
+        """Puts the blocks of the rows together; the opposite of `split_result`."""
+        problem = self._problem
+        # (rows, b, k, g, t, d) to (b, rows, t, k, g, d): the rows of a batch row one after the other.
+        out = out.transpose(1, 0, 4, 2, 3, 5).reshape(problem.B, -1, problem.N, problem.Hv)[:, : problem.T]
+        lse = lse.transpose(1, 2, 3, 0, 4).reshape(problem.B, problem.N, -1)[..., : problem.T]
+        return Attended(out.astype(problem.dtype), lse)
+
+    def _split_rows(self, x: Float[Array, "B T N d"]) -> Float[Array, "rows B K G block_q d"]:
+        problem = self._problem
+        x = _pad(x, 1, self._rows * self._tiles.block_q)
+        x = x.reshape(problem.B, self._rows, self._tiles.block_q, problem.K, problem.group, x.shape[-1])
+        return x.transpose(1, 0, 3, 4, 2, 5)
+
+    def _split_columns(self, x: Float[Array, "B S K d"]) -> Float[Array, "columns B K block_k d"]:
+        problem = self._problem
+        x = _pad(x, 1, self._columns * self._tiles.block_k)
+        x = x.reshape(problem.B, self._columns, self._tiles.block_k, problem.K, x.shape[-1])
+        return x.transpose(1, 0, 3, 2, 4)
+
+    def _split_bias(self, bias: Array) -> Array:
+        if 1 in bias.shape[2:]:
+            # Its cotangent is summed over rows or columns: in the dtype computed in, not in a narrow one of the bias.
+            bias = bias.astype(self.dtype)
+        return self._split_pairs(bias)
+
+    def _split_pairs(self, x: Array) -> Array:
+        """Cuts an array that broadcasts to (B, N, T, S) into (rows, columns, b, k, g, block_q, block_k), each possibly 1."""
+        problem, tiles = self._problem, self._tiles
+        B, N, T, S = x.shape
+        rows, block_q = (self._rows, tiles.block_q) if T > 1 else (1, 1)
+        columns, block_k = (self._columns, tiles.block_k) if S > 1 else (1, 1)
+        K, group = (problem.K, problem.group) if N > 1 else (1, 1)
+        x = _pad(_pad(x, 2, rows * block_q), 3, columns * block_k)
+        x = x.reshape(B, K, group, rows, block_q, columns, block_k)
+        return x.transpose(3, 5, 0, 1, 2, 4, 6)
+
+    # Over rows and columns --------------------------------------------------------------------------------------------
+
+    def map_rows(self, function: Callable, sides: tuple[Blocks, ...], per_row: Any = ()) -> Any:
+        """Stacks `function(i, blocks of row i of each side, per_row[i])` over the rows of tiles."""
+        by_row = [side.bias is not None and side.bias.shape[0] == self._rows for side in sides]
+
+        def row(xs):
+            i, q_blocks, biases, own = xs
+            blocks = tuple(
+                side._replace(q=q, bias=bias if by_row_ else _first(side.bias))
+                for side, q, bias, by_row_ in zip(sides, q_blocks, biases, by_row)
+            )
+            return function(i, blocks, own)
+
+        q_blocks = tuple(side.q for side in sides)
+        biases = tuple(side.bias if by_row_ else None for side, by_row_ in zip(sides, by_row))
+        index = jnp.arange(self._rows, dtype=jnp.int32)
+        return lax.map(jax.checkpoint(row, prevent_cse=False), (index, q_blocks, biases, per_row))
+
+    def fold(self, function: Callable, init: Any, i: Array, sides: tuple[Blocks, ...]) -> Any:
+        """Carries `function(carry, allowed, *blocks of a tile)` over the tiles that row i visits.
+
+        `allowed` is None on FULL tiles.
+        """
+        by_column = [side.bias is not None and side.bias.shape[0] == self._columns for side in sides]
+        columns = [(side.k, side.v, side.bias if by_column_ else None) for side, by_column_ in zip(sides, by_column)]
+        column = jnp.arange(self._columns, dtype=jnp.int32)
+        if not self._in_order:
+            column = jnp.asarray(self._column)[i]
+            columns = jax.tree.map(lambda blocks: blocks[column], columns)
+
+        def step(carry, xs):
+            j, kind, blocks = xs
+            tile = [
+                Blocks(side.q, k, v, bias if by_column_ else _first(side.bias))
+                for side, (k, v, bias), by_column_ in zip(sides, blocks, by_column)
+            ]
+            branches = {
+                TileKind.EMPTY: lambda carry: carry,
+                TileKind.PARTIAL: lambda carry: function(carry, self._allowed(i, j), *tile),
+                TileKind.FULL: lambda carry: function(carry, None, *tile),
+            }
+            possible = [branches[kind] for kind in self._possible_kinds]
+            which = jnp.searchsorted(jnp.asarray(self._possible_kinds, jnp.int8), kind)
+            return lax.switch(which, possible, carry), None
+
+        init = tree_like(init, (sides, self._mask))
+        kinds = jnp.asarray(self._kind)[i]
+        carry, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), init, (column, kinds, columns))
+        return carry
+
+    # On one tile ------------------------------------------------------------------------------------------------------
+
+    def logits(self, allowed: Bool[Array, "..."] | None, tile: Blocks) -> tuple[Array, Array]:
+        """The logits of a tile, (b, k, g, block_q, block_k), and its values."""
+        q, k, v, bias = tile
+        if allowed is not None:
+            # Whoever sees nothing in this tile may hold anything, NaN too: 0 times that must not reach a sum.
+            q = jnp.where(allowed.any(4)[..., None], q, 0)
+            live_key = allowed.any((2, 3))[..., None]
+            k, v = jnp.where(live_key, k, 0), jnp.where(live_key, v, 0)
+        qk = self._einsum("bkgth,bksh->bkgts", q, k)
+        bias = None if bias is None else bias.astype(self.dtype)
+        problem = self._problem
+        return logits(qk, scale=problem.scale, bias=bias, cap=problem.softcap, allowed=allowed), v
+
+    def weigh(self, p: Array, v: Array) -> Array:
+        """The sum of values of a tile, weighted for each query."""
+        return self._einsum("bkgts,bksd->bkgtd", p, v)
+
+    def _allowed(self, i: Array, j: Array) -> Bool[Array, "..."]:
+        """Which pairs of tile (i, j) attend: (b, k, g, block_q, block_k), the first three possibly 1."""
+        tiles, problem = self._tiles, self._problem
+        t = (i * tiles.block_q + jnp.arange(tiles.block_q, dtype=jnp.int32))[:, None]
+        s = j * tiles.block_k + jnp.arange(tiles.block_k, dtype=jnp.int32)
+        values = [_at(_at(value, i), j) for value in self._mask_values]
+        allowed = self._mask.evaluate(t, s, *values) & (t < problem.T) & (s < problem.S)
+        return allowed.reshape((1,) * (5 - allowed.ndim) + allowed.shape)
+
+
+def _at(x: Array, i: Array) -> Array:
+    """Element i of the first axis, or the only one where it has size 1."""
+    return lax.dynamic_index_in_dim(x, jnp.minimum(i, x.shape[0] - 1), keepdims=False)
+
+
+def _first(x: Array | None) -> Array | None:
+    return None if x is None else x[0]
+
+
+def _pad(x: Array, axis: int, size: int) -> Array:
+    if x.shape[axis] == size:
+        return x
+    return jnp.pad(x, [(0, size - x.shape[axis] if position == axis else 0) for position in range(x.ndim)])

@@ -1,0 +1,395 @@
+"""The patterns: each is its elementwise truth and its proof per tile, a few lines apiece."""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jflash.errors import ArgumentError, DtypeError, ShapeError
+from jflash.masks.mask import UNLIMITED, Interval, Mask, Span, Value, is_static, is_traced, kind_of, pattern, where
+
+_EVERYTHING = Interval(-UNLIMITED, UNLIMITED)
+_NOTHING = Interval(UNLIMITED, -UNLIMITED)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not _is_array(value):
+        raise ArgumentError(name, found=repr(value), wanted="an int or an array of whole numbers")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise DtypeError(name, found=f"dtype {value.dtype}", wanted="whole numbers")
+
+
+def _per_batch(name: str, value: Any, *, B: int, low: int, high: int) -> Any:
+    """Whole numbers per batch row, int32 (B,) or (1,); clipping to [low, high] does not change what the mask means."""
+    _check_whole(name, value)
+    if value.shape not in ((), (1,), (B,)):
+        raise ShapeError(name, found=f"shape {value.shape}", wanted=f"() or (B,) with B={B}")
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape or (1,), np.int32)
+    return jnp.clip(value.reshape(value.shape or (1,)), low, high).astype(np.int32)
+
+
+@pattern
+class Full(Mask):
+    """Every query sees every key.
+
+    Example:
+      >>> print(Full().draw(2, 4))
+      ####
+      ####
+    """
+
+    has_spans: ClassVar[bool] = True
+
+    def evaluate(self, q, k):
+        return (q == q) & (k == k)
+
+    def key_span(self, queries: Interval) -> Span:
+        return Span(_EVERYTHING, _EVERYTHING)
+
+    def query_span(self, keys: Interval) -> Span:
+        return Span(_EVERYTHING, _EVERYTHING)
+
+    def __repr__(self) -> str:
+        return "Full()"
+
+
+class _Band(Mask):
+    """Query q sees the keys from `q + offset - left` to `q + offset + right`, both included; None is unlimited."""
+
+    has_spans: ClassVar[bool] = True
+    left: int | None
+    right: int | None
+    offset: int | Int[Array, ""] | Int[Array, " B"]
+
+    def values(self) -> tuple[Value, ...]:
+        return () if is_static(self.offset) else (Value(self.offset, "B" if self.offset.ndim else ""),)
+
+    def _limits(self, offset: tuple) -> tuple[Any, Any]:
+        """The distances to the first and to the last key that a query sees."""
+        shift = offset[0] if offset else self.offset
+        first = -UNLIMITED if self.left is None else shift - self.left
+        last = UNLIMITED if self.right is None else shift + self.right
+        return first, last
+
+    def evaluate(self, q, k, *offset):
+        # Differences of indices, never sums with a limit: those could pass 2^31 for an unlimited side.
+        first, last = self._limits(offset)
+        distance = k - q
+        return (distance >= first) & (distance <= last)
+
+    def key_span(self, queries: Interval, *offset) -> Span:
+        first, last = self._limits(offset)
+        return Span(
+            hull=Interval(queries.first + first, queries.last + last),
+            common=Interval(queries.last + first, queries.first + last),
+        )
+
+    def query_span(self, keys: Interval, *offset) -> Span:
+        first, last = self._limits(offset)
+        return Span(
+            hull=Interval(keys.first - last, keys.last - first),
+            common=Interval(keys.last - last, keys.first - first),
+        )
+
+    def _check_offset(self) -> None:
+        if not is_static(self.offset):
+            _check_whole("offset", self.offset)
+        elif self.offset is None or abs(self.offset) > UNLIMITED // 2:
+            raise ArgumentError("offset", found=repr(self.offset), wanted=f"a whole number up to {UNLIMITED // 2}")
+
+    def _bound_offset(self, B: int) -> Any:
+        if is_static(self.offset):
+            return self.offset
+        return _per_batch("offset", self.offset, B=B, low=-(UNLIMITED // 2), high=UNLIMITED // 2)
+
+
+@pattern
+class Causal(_Band):
+    """Query q sees the keys up to `q + offset`.
+
+    Aligned at the top left, as in `jax.nn`; `Causal(offset=S - T)` aligns at the bottom right. In a decode step with
+    `length` keys in the cache, `Causal(offset=length - T)` is the mask of T new queries.
+
+    Args:
+      offset: an int, a traced scalar, or a whole number per batch row.
+
+    Raises:
+      ArgumentError: offset is neither.
+
+    Example:
+      >>> print(Causal(offset=1).draw(3, 4))
+      ##..
+      ###.
+      ####
+    """
+
+    left: ClassVar[None] = None
+    right: ClassVar[int] = 0
+    offset: int | Int[Array, ""] | Int[Array, " B"] = 0
+
+    def __post_init__(self):
+        self._check_offset()
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "Causal":
+        return Causal(self._bound_offset(B))
+
+    def __repr__(self) -> str:
+        return f"Causal(offset={_shown(self.offset)})"
+
+
+@pattern
+class SlidingWindow(_Band):
+    """Query q sees the keys from `q + offset - left` to `q + offset + right`, both ends included.
+
+    `left = right = 0` is the diagonal. Aligned at the top left; `offset` moves it.
+
+    Args:
+      left: distance to the first key seen, an int of at least 0, or None for no limit.
+      right: distance to the last key seen, likewise.
+      offset: an int, a traced scalar, or a whole number per batch row.
+
+    Raises:
+      ArgumentError: a distance is negative or no int.
+
+    Example:
+      >>> print(SlidingWindow(2, 0).draw(4, 5))
+      #....
+      ##...
+      ###..
+      .###.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int | Int[Array, ""] | Int[Array, " B"] = 0
+
+    def __post_init__(self):
+        for name in ("left", "right"):
+            distance = getattr(self, name)
+            if isinstance(distance, bool) or not is_static(distance) or (distance is not None and distance < 0):
+                raise ArgumentError(
+                    name,
+                    found=repr(distance),
+                    wanted="a distance of at least 0, or None for no limit",
+                    hint="Both ends of a window are included: left=0 is the query's own position.",
+                )
+            if distance is not None and distance > UNLIMITED // 2:
+                object.__setattr__(self, name, None)  # Farther than any key can be.
+        self._check_offset()
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "SlidingWindow":
+        return SlidingWindow(self.left, self.right, self._bound_offset(B))
+
+    def __repr__(self) -> str:
+        return f"SlidingWindow({self.left}, {self.right}, offset={_shown(self.offset)})"
+
+
+@pattern
+class Lengths(Mask):
+    """Queries below `q` see keys below `kv`, with a length per batch row; rows past a length are padding.
+
+    Args:
+      q: lengths of the queries, (B,) whole numbers; None is no limit. A length over T is no limit.
+      kv: lengths of the keys, likewise.
+
+    Raises:
+      ArgumentError: a length is no whole number.
+
+    Example:
+      >>> print(Lengths(q=np.array([2]), kv=np.array([3])).draw(3, 4))
+      ###.
+      ###.
+      ....
+    """
+
+    has_spans: ClassVar[bool] = True
+    q: Int[Array, " B"] | None = None
+    kv: Int[Array, " B"] | None = None
+
+    def __post_init__(self):
+        for name in ("q", "kv"):
+            if (length := getattr(self, name)) is not None:
+                # An int would become part of the compiled program, and each new length would compile again.
+                object.__setattr__(self, name, np.asarray(length, np.int32) if is_static(length) else length)
+                _check_whole(name, getattr(self, name))
+
+    def values(self) -> tuple[Value, ...]:
+        return tuple(Value(length, "B" if length.ndim else "") for length in (self.q, self.kv) if length is not None)
+
+    def _lengths(self, values: tuple) -> tuple[Any, Any]:
+        remaining = iter(values)
+        return tuple(UNLIMITED if length is None else next(remaining) for length in (self.q, self.kv))
+
+    def evaluate(self, q, k, *values):
+        q_length, kv_length = self._lengths(values)
+        return (q < q_length) & (k < kv_length)
+
+    def _span(self, across: Interval, across_length: Any, along_length: Any) -> Span:
+        some, every = across.first < across_length, across.last < across_length
+        return Span(
+            hull=Interval(0, where(some, along_length - 1, -1)),
+            common=Interval(0, where(every, along_length - 1, -1)),
+        )
+
+    def key_span(self, queries: Interval, *values) -> Span:
+        q_length, kv_length = self._lengths(values)
+        return self._span(queries, q_length, kv_length)
+
+    def query_span(self, keys: Interval, *values) -> Span:
+        q_length, kv_length = self._lengths(values)
+        return self._span(keys, kv_length, q_length)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "Lengths":
+        def bound(name: str, value: Any, size: int) -> Any:
+            return None if value is None else _per_batch(name, value, B=B, low=0, high=size)
+
+        return Lengths(q=bound("q", self.q, T), kv=bound("kv", self.kv, S))
+
+    def __repr__(self) -> str:
+        return f"Lengths(q={_shown(self.q)}, kv={_shown(self.kv)})"
+
+
+@pattern
+class Segments(Mask):
+    """A query sees the keys of its own segment: packed documents. The ids need not be sorted.
+
+    Args:
+      q_ids: the segment of each query, (T,) or (B, T) whole numbers.
+      kv_ids: the segment of each key, (S,) or (B, S); None means the same as `q_ids`.
+      padding_id: tokens of this segment see nothing and nobody sees them; None means that every id is a segment.
+
+    Raises:
+      ArgumentError: ids that are no whole numbers or of the wrong shape.
+
+    Example:
+      >>> print(Segments(np.array([1, 1, 2, 2, 0]), padding_id=0).draw(5, 5))
+      ##...
+      ##...
+      ..##.
+      ..##.
+      .....
+    """
+
+    q_ids: Int[Array, "*B T"]
+    kv_ids: Int[Array, "*B S"] | None = None
+    padding_id: int | None = None
+
+    def __post_init__(self):
+        for name in ("q_ids", "kv_ids"):
+            ids = getattr(self, name)
+            if ids is None and name == "kv_ids":
+                continue
+            _check_whole(name, ids)
+            if ids.ndim not in (1, 2):
+                raise ShapeError(name, found=f"shape {ids.shape}", wanted="(length,) or (B, length)")
+        if not is_static(self.padding_id):
+            raise ArgumentError("padding_id", found=repr(self.padding_id), wanted="an int or None")
+
+    @property
+    def _key_ids(self) -> Any:
+        return self.q_ids if self.kv_ids is None else self.kv_ids
+
+    def values(self) -> tuple[Value, ...]:
+        return Value(self.q_ids, "BT"[-self.q_ids.ndim :]), Value(self._key_ids, "BS"[-self._key_ids.ndim :])
+
+    def evaluate(self, q, k, q_id, k_id):
+        same = q_id == k_id
+        return same if self.padding_id is None else same & (q_id != self.padding_id)
+
+    def tile_kind(self, queries: Interval, keys: Interval, q_id: Interval, k_id: Interval) -> Any:
+        # Ids of a tile lie between its smallest and its largest: disjoint ranges share no id, and two ranges of one and
+        # the same id share it everywhere. Sorted ids are decided exactly but at the borders, any others soundly.
+        empty = (q_id.last < k_id.first) | (k_id.last < q_id.first)
+        full = (q_id.first == q_id.last) & (k_id.first == k_id.last) & (q_id.first == k_id.first)
+        if self.padding_id is not None:
+            padding = (q_id.first == self.padding_id) & (q_id.last == self.padding_id)
+            padding |= (k_id.first == self.padding_id) & (k_id.last == self.padding_id)
+            empty, full = empty | padding, full & ~padding
+        return kind_of(full=full, empty=empty)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "Segments":
+        def bound(name: str, ids: Any, length: int, letter: str) -> Any:
+            if ids.shape not in ((length,), (1, length), (B, length)):
+                raise ShapeError(
+                    name,
+                    found=f"shape {ids.shape}",
+                    wanted=f"({letter},) or (B, {letter}) with B={B}, {letter}={length}",
+                    hint="Give kv_ids as well where keys and queries differ in length." if name == "kv_ids" else "",
+                )
+            shape = (1, length) if ids.ndim == 1 else ids.shape
+            return _reshaped(ids, shape)
+
+        return Segments(
+            bound("q_ids", self.q_ids, T, "T"), bound("kv_ids", self._key_ids, S, "S"), padding_id=self.padding_id
+        )
+
+    def __repr__(self) -> str:
+        padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"
+        return f"Segments({_shown(self.q_ids)}, {_shown(self.kv_ids)}{padding})"
+
+
+@pattern
+class Dense(Mask):
+    """The pairs where a boolean array is True. It takes T x S memory of its own: prefer a pattern where one fits.
+
+    Args:
+      array: booleans of rank 2, 3 or 4, broadcastable to (B, N, T, S).
+
+    Raises:
+      ArgumentError: the array is not boolean or of the wrong rank.
+
+    Example:
+      >>> print(Dense(np.array([[True, False], [True, True]])).draw(2, 2))
+      #.
+      ##
+    """
+
+    array: Bool[Array, "..."]
+
+    def __post_init__(self):
+        if not _is_array(self.array):
+            raise ArgumentError("array", found=repr(self.array), wanted="an array of booleans")
+        if self.array.dtype != np.bool_:
+            raise DtypeError(
+                "array", found=f"dtype {self.array.dtype}", wanted="bool", hint="An additive mask belongs into `bias`."
+            )
+        if not 2 <= self.array.ndim <= 4:
+            raise ShapeError("array", found=f"shape {self.array.shape}", wanted="rank 2, 3 or 4: (B, N, T, S)")
+
+    def values(self) -> tuple[Value, ...]:
+        return (Value(self.array, "BNTS"[-self.array.ndim :]),)
+
+    def evaluate(self, q, k, pair):
+        return pair & (q == q) & (k == k)
+
+    def tile_kind(self, queries: Interval, keys: Interval, pair: Interval) -> Any:
+        return kind_of(full=pair.first, empty=~pair.last)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "Dense":
+        shape = (1,) * (4 - self.array.ndim) + self.array.shape
+        if any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
+            raise ShapeError("mask", found=f"shape {self.array.shape}", wanted=f"broadcastable to (B, N, T, S) = {(B, N, T, S)}")
+        return Dense(_reshaped(self.array, shape))
+
+    def __repr__(self) -> str:
+        return f"Dense({_shown(self.array)})"
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+    return array.reshape(shape)
+
+
+def _shown(value: Any) -> str:
+    if not _is_array(value):
+        return repr(value)
+    return f"{value.dtype}[{', '.join(map(str, value.shape))}]"

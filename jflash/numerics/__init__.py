@@ -1,0 +1,1 @@
+"""The arithmetic that all backends share."""

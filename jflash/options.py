@@ -1,0 +1,83 @@
+"""Options that no argument of a call carries: from the environment once, or for the length of a `with` block.
+
+| option | environment | meaning |
+|---|---|---|
+| `hardware` | `JFLASH_HARDWARE` | plan for this device (`"h200"`, ...) instead of the present one |
+| `strict` | `JFLASH_STRICT` | `backend="auto"` raises where its first choice refuses, instead of warning and going on |
+
+Options are read when a call is planned, so inside `jax.jit` when it is traced: a compiled function keeps the plan it has.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping
+
+from jflash.errors import ArgumentError
+
+_PREFIX = "JFLASH_"
+_BOOLEANS = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """One setting of all options; the fields are described at the top of this module."""
+
+    hardware: str | None = None
+    strict: bool = False
+
+
+def from_environment(environment: Mapping[str, str]) -> Options:
+    """Reads the `JFLASH_*` variables.
+
+    Raises:
+      ArgumentError: a variable with the prefix that is no option, or a value that is not of its kind.
+    """
+    known = {_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Options)}
+    given = {name: text for name, text in environment.items() if name.startswith(_PREFIX)}
+    for name in given.keys() - known.keys():
+        raise ArgumentError(name, found="an unknown variable", wanted=f"one of {', '.join(known)}")
+    values: dict[str, object] = {}
+    for name, text in given.items():
+        field = known[name]
+        if field == "strict":
+            if text.lower() not in _BOOLEANS:
+                raise ArgumentError(name, found=repr(text), wanted=f"one of {', '.join(_BOOLEANS)}")
+            values[field] = _BOOLEANS[text.lower()]
+        else:
+            values[field] = text
+    return Options(**values)
+
+
+@functools.cache
+def _environment_options() -> Options:
+    return from_environment(os.environ)
+
+
+_override: contextvars.ContextVar[Options | None] = contextvars.ContextVar("jflash_options", default=None)
+
+
+def current_options() -> Options:
+    """The options in force here."""
+    return _override.get() or _environment_options()
+
+
+@contextlib.contextmanager
+def use_options(*, hardware: str | None = None, strict: bool | None = None) -> Iterator[Options]:
+    """Changes options for the length of a `with` block; an option left at None keeps its value.
+
+    Example:
+      >>> import jflash
+      >>> with jflash.use_options(strict=True) as options:
+      ...     options.strict
+      True
+    """
+    changes = {name: value for name, value in (("hardware", hardware), ("strict", strict)) if value is not None}
+    options = dataclasses.replace(current_options(), **changes)
+    token = _override.set(options)
+    try:
+        yield options
+    finally:
+        _override.reset(token)

@@ -1,0 +1,114 @@
+"""Plan: which backend runs a problem, with which tiles, and why."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from jflash.backends import registry
+from jflash.backends.protocol import Backend
+from jflash.errors import ArgumentError, UnsupportedError
+from jflash.hardware import Hardware
+from jflash.options import current_options
+from jflash.problem import Problem
+
+
+class FallbackWarning(UserWarning):
+    """`backend="auto"` could not use its first choice; the message gives the reason. `strict` turns it into an error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one problem is computed. Hashable.
+
+    Attributes:
+      backend: name of the backend.
+      tiles: its block sizes, of the type that it takes; None where it takes none.
+    """
+
+    backend: str
+    tiles: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a problem is computed as it is. `print` it.
+
+    Attributes:
+      problem: the problem.
+      hardware: the device planned for.
+      order: the backends in the order in which they were asked.
+      plan: what runs; None where every backend that may be used refuses.
+      refusals: for each other backend, why it does not run.
+    """
+
+    problem: Problem
+    hardware: Hardware
+    order: tuple[str, ...]
+    plan: Plan | None
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"problem   {self.problem}", f"hardware  {self.hardware}"]
+        if self.plan is None:
+            lines.append("runs      nothing: every backend that may be used refuses")
+        else:
+            tiles = "" if self.plan.tiles is None else f" with {self.plan.tiles}"
+            lines.append(f"runs      {self.plan.backend}{tiles}")
+        lines += [f"not       {name}: {reason}" for name, reason in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Explanation:
+    """What would run, and for each other backend the reason why not. Raises nothing but for an unknown backend."""
+    order = registry.auto_order(hardware.platform) if backend == "auto" else (registry.get(backend).name,)
+    plan, refusals = None, {}
+    for name in order:
+        candidate = registry.get(name)
+        reason = _refusal(candidate, problem, hardware, tiles)
+        if reason is not None:
+            refusals[name] = reason
+        elif plan is None:
+            plan = Plan(backend=name, tiles=tiles or candidate.default_tiles(problem, hardware))
+        else:
+            refusals[name] = f"{plan.backend} comes before it on {hardware.platform}"
+    for name in registry.names():
+        if name not in order:
+            reason = _refusal(registry.get(name), problem, hardware, tiles)
+            unasked = 'runs only where asked for by name, "auto" never takes it' if backend == "auto" else "another was asked for"
+            refusals[name] = reason or unasked
+    return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals)
+
+
+def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Plan:
+    """The plan of a problem on a hardware. An explicit backend runs or raises; "auto" goes to the next and warns.
+
+    Raises:
+      UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` the first of them does.
+    """
+    explanation = explain_plan(problem, hardware, backend=backend, tiles=tiles)
+    asked = {name: explanation.refusals[name] for name in explanation.order if name in explanation.refusals}
+    if explanation.plan is None:
+        hint = "" if backend == "auto" else 'backend="auto" takes one that can.'
+        raise UnsupportedError(asked, hint=hint)
+    first = explanation.order[0]
+    if explanation.plan.backend != first:
+        if current_options().strict:
+            raise UnsupportedError({first: asked[first]}, hint="The option `strict` forbids the next backend.")
+        message = f"{first} refuses ({asked[first]}), {explanation.plan.backend} runs instead"
+        warnings.warn(message, FallbackWarning, stacklevel=4)
+    return explanation.plan
+
+
+def _refusal(backend: Backend, problem: Problem, hardware: Hardware, tiles: Any) -> str | None:
+    if tiles is not None and (backend.tiles_type is None or not isinstance(tiles, backend.tiles_type)):
+        takes = "no tiles" if backend.tiles_type is None else f"tiles of type {backend.tiles_type.__name__}"
+        return f"it takes {takes}, not {type(tiles).__name__}"
+    return backend.supports(problem, hardware)
+
+
+def check_backend_name(backend: Any) -> None:
+    """Raises ArgumentError unless the name is "auto" or that of a backend."""
+    if not isinstance(backend, str):
+        raise ArgumentError("backend", found=repr(backend), wanted='"auto" or the name of a backend')
+    if backend != "auto":
+        registry.get(backend)

@@ -1,0 +1,94 @@
+"""The one custom_vjp, around every kernel.
+
+From the outside in: `custom_vjp`, so that the backward kernel runs on the saved out and lse; a vmap rule that folds the
+mapped axis into B, so that a kernel has one batch axis and no more; the partition rule of `parallel/partition.py`; the
+kernel. Each layer sees the one below as a function of arrays.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
+from jflash.numerics.online_softmax import Attended
+from jflash.parallel.partition import partitioned
+from jflash.problem import Problem
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
+    """Attention by a backend that brings its own backward pass (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
+
+    First-order reverse mode only: forward mode and second derivatives need a backend that JAX differentiates.
+    """
+    return _forward(backend, problem, tiles, operands)
+
+
+def _forward(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
+    def forward(operands: Operands) -> tuple[Array, ...]:
+        return tuple(backend.forward(problem_of(problem, operands), tiles, operands))
+
+    return name_residuals(Attended(*_batched_and_partitioned(forward, operands, (), (), ("BTND", "BNT"))))
+
+
+def _save(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> tuple[Attended, tuple]:
+    attended = _forward(backend, problem, tiles, operands)
+    return attended, (operands, attended)
+
+
+def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tuple, cotangents: Attended) -> tuple:
+    operands, (out, lse) = residuals
+    d_out, d_lse = cotangents
+    # ds = p · (dp - delta): the cotangent of lse adds p · d_lse to ds, so it only shifts delta (algorithm 2, line 4).
+    delta = jnp.einsum("btnd,btnd->bnt", d_out, out, preferred_element_type=jnp.float32) - d_lse
+
+    def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
+        return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))
+
+    statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
+    dq, dk, dv = _batched_and_partitioned(backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
+    return (Operands(q=dq, k=dk, v=dv, bias=None, mask=None),)
+
+
+kernel_attention.defvjp(_save, _differentiate)
+
+
+def _batched_and_partitioned(
+    kernel: Callable[..., tuple[Array, ...]],
+    operands: Operands,
+    extra: tuple[Array, ...],
+    extra_axes: tuple[str, ...],
+    result_axes: tuple[str, ...],
+) -> tuple[Array, ...]:
+    """`kernel(operands, *extra)` under the vmap rule and the partition rule; every array has a leading axis of 1 or B."""
+    arrays, axes, unflatten = flatten(operands)
+
+    def on_device(*arrays: Array) -> tuple[Array, ...]:
+        return kernel(unflatten(*arrays[: len(axes)]), *arrays[len(axes) :])
+
+    @jax.custom_batching.custom_vmap
+    def batched(*arrays: Array) -> tuple[Array, ...]:
+        return partitioned(on_device, arrays, axes=axes + extra_axes, result_axes=result_axes)
+
+    @batched.def_vmap
+    def fold(size: int, is_mapped: list[bool], *arrays: Array):
+        B = arrays[0].shape[1] if is_mapped[0] else arrays[0].shape[0]
+        results = batched(*(_fold_into_batch(array, mapped, size, B) for array, mapped in zip(arrays, is_mapped)))
+        unfolded = tuple(result.reshape(size, B, *result.shape[1:]) for result in results)
+        return unfolded, (True,) * len(unfolded)
+
+    return batched(*arrays, *extra)
+
+
+def _fold_into_batch(array: Array, is_mapped: bool, size: int, B: int) -> Array:
+    """(size, B or 1, ...) or, where not mapped, (B or 1, ...), as (size * B, ...) or, where it broadcasts, (1, ...)."""
+    if not is_mapped:
+        if array.shape[0] == 1:
+            return array
+        array = array[None]
+    rest = array.shape[2:]
+    return jnp.broadcast_to(array, (size, B, *rest)).reshape(size * B, *rest)

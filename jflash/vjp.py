@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
 from jflash.numerics.online_softmax import Attended
+from jflash.numerics.varying import sum_to
 from jflash.parallel.partition import partitioned
 from jflash.problem import Problem
 
@@ -50,7 +51,8 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
         return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))
 
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
-    dq, dk, dv = _batched_and_partitioned(backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
+    gradients = _batched_and_partitioned(backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
+    dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip(gradients, operands))
     return (Operands(q=dq, k=dk, v=dv, bias=None, mask=None),)
 
 

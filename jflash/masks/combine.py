@@ -82,6 +82,11 @@ class And(_Combined):
         """Intervals overlap in an interval, so an AND of masks with spans has spans (an OR has not)."""
         return all(mask.has_spans for mask in self.masks)
 
+    def tile_kind(self, queries: Interval, keys: Interval, *bounds: Interval) -> Any:
+        # Two hulls may each reach into a tile and still not overlap; the spans know, and `TileMap.run` goes by them.
+        whole = Mask.tile_kind if self.has_spans else _Combined.tile_kind
+        return whole(self, queries, keys, *bounds)
+
     def key_span(self, queries: Interval, *values) -> Span:
         spans = (mask.key_span(queries, *own) for mask, own in self._each(values))
         return functools.reduce(_overlap_spans, spans)

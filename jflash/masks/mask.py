@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -48,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An array that a mask needs besides indices, with its axes declared so that a kernel can stream it beside the tile.
+    """An array that a mask needs besides indices. Its axes are declared, so that kernels can stream it beside a tile.
 
     Attributes:
       array: the values; an axis may have size 1 and then broadcasts.
@@ -88,14 +89,14 @@ class Mask:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, lambda aux, leaves: _unflatten(cls, aux, leaves))
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls))
 
     def values(self) -> tuple[Value, ...]:
         """What `evaluate` needs besides indices."""
         return ()
 
     def evaluate(self, q: Index, k: Index, *values: Any) -> Bool[Array, "..."]:
-        """Whether query index `q` sees key index `k`, elementwise; `values` are those of `values()` at these indices."""
+        """Whether query `q` sees key `k`, elementwise on indices; `values` are those of `values()` at these indices."""
         raise NotImplementedError
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> Self:
@@ -147,7 +148,8 @@ class Mask:
           .##.
           ..##
         """
-        pairs = np.broadcast_to(np.asarray(self.allowed(np.arange(T)[:, None], np.arange(S)[None, :], b=b, n=n)), (T, S))
+        allowed = self.allowed(np.arange(T)[:, None], np.arange(S)[None, :], b=b, n=n)
+        pairs = np.broadcast_to(np.asarray(allowed), (T, S))
         return "\n".join("".join("#" if pair else "." for pair in row) for row in pairs)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -161,9 +163,8 @@ class Mask:
         return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __bool__(self) -> bool:
-        raise ArgumentError(
-            "mask", found="a mask used as a truth value", wanted="a mask", hint="Combine masks with & and |, not and/or."
-        )
+        hint = "Combine masks with & and |, not and/or."
+        raise ArgumentError("mask", found="a mask used as a truth value", wanted="a mask", hint=hint)
 
 
 def _fields(mask: Mask) -> list[tuple[str, Any]]:
@@ -171,8 +172,11 @@ def _fields(mask: Mask) -> list[tuple[str, Any]]:
 
 
 def is_static(value: object) -> bool:
-    """Whether a field of a mask belongs to its structure rather than to its leaves."""
-    return value is None or isinstance(value, int | np.integer)
+    """Whether a field of a mask belongs to its structure rather than to its leaves.
+
+    A numpy number does not: arithmetic on a leaf without axes makes one, and a leaf must stay a leaf.
+    """
+    return value is None or isinstance(value, int)
 
 
 def _flatten_with_keys(mask: Mask):
@@ -200,7 +204,7 @@ def pattern(cls):
 
 def kind_of(*, full: Any, empty: Any) -> Any:
     """The `TileKind` from two proofs, elementwise; both False means PARTIAL. On a tile both are never True."""
-    return 1 + full * 1 - empty * 1
+    return where(empty, TileKind.EMPTY.value, where(full, TileKind.FULL.value, TileKind.PARTIAL.value))
 
 
 def is_traced(*operands: Any) -> bool:

@@ -1,6 +1,5 @@
 """The patterns: each is its elementwise truth and its proof per tile, a few lines apiece."""
 
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -9,31 +8,42 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
-from jflash.masks.mask import UNLIMITED, Interval, Mask, Span, Value, is_static, is_traced, kind_of, pattern, where
+from jflash.masks.mask import UNLIMITED, Interval, Mask, Span, Value, is_static, kind_of, pattern, where
 
 _EVERYTHING = Interval(-UNLIMITED, UNLIMITED)
-_NOTHING = Interval(UNLIMITED, -UNLIMITED)
+_INT32 = np.iinfo(np.int32)
 
 
 def _is_array(value: object) -> bool:
-    return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+    # numpy makes a number, np.generic, of an array without axes wherever it computes with one.
+    return isinstance(value, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _int32(name: str, value: Any) -> Any:
+    """Whole numbers as int32, those beyond its range as the ends of it: sums in a narrower dtype would wrap around."""
     if not _is_array(value):
         raise ArgumentError(name, found=repr(value), wanted="an int or an array of whole numbers")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise DtypeError(name, found=f"dtype {value.dtype}", wanted="whole numbers")
+    if value.dtype == np.int32:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, np.int32)
+    # The ends must be numbers of both dtypes: JAX would wrap them into the narrower one.
+    low, high = max(_INT32.min, jnp.iinfo(value.dtype).min), min(_INT32.max, jnp.iinfo(value.dtype).max)
+    return value.clip(low, high).astype(np.int32)
 
 
 def _per_batch(name: str, value: Any, *, B: int, low: int, high: int) -> Any:
-    """Whole numbers per batch row, int32 (B,) or (1,); clipping to [low, high] does not change what the mask means."""
-    _check_whole(name, value)
+    """One int32 per batch row, (B,) or (1,); clipping to [low, high] does not change what the mask means."""
     if value.shape not in ((), (1,), (B,)):
         raise ShapeError(name, found=f"shape {value.shape}", wanted=f"() or (B,) with B={B}")
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape or (1,), np.int32)
-    return jnp.clip(value.reshape(value.shape or (1,)), low, high).astype(np.int32)
+    rows = _reshaped(value, value.shape or (1,))
+    return rows if isinstance(rows, jax.ShapeDtypeStruct) else rows.clip(low, high)
 
 
 @pattern
@@ -100,10 +110,10 @@ class _Band(Mask):
         )
 
     def _check_offset(self) -> None:
-        if not is_static(self.offset):
-            _check_whole("offset", self.offset)
-        elif self.offset is None or abs(self.offset) > UNLIMITED // 2:
-            raise ArgumentError("offset", found=repr(self.offset), wanted=f"a whole number up to {UNLIMITED // 2}")
+        offset = int(self.offset) if _is_int(self.offset) else _int32("offset", self.offset)
+        if isinstance(offset, int) and abs(offset) > UNLIMITED // 2:
+            raise ArgumentError("offset", found=repr(offset), wanted=f"a whole number up to {UNLIMITED // 2}")
+        object.__setattr__(self, "offset", offset)
 
     def _bound_offset(self, B: int) -> Any:
         if is_static(self.offset):
@@ -174,15 +184,17 @@ class SlidingWindow(_Band):
     def __post_init__(self):
         for name in ("left", "right"):
             distance = getattr(self, name)
-            if isinstance(distance, bool) or not is_static(distance) or (distance is not None and distance < 0):
+            if distance is None:
+                continue
+            if not _is_int(distance) or distance < 0:
                 raise ArgumentError(
                     name,
                     found=repr(distance),
                     wanted="a distance of at least 0, or None for no limit",
                     hint="Both ends of a window are included: left=0 is the query's own position.",
                 )
-            if distance is not None and distance > UNLIMITED // 2:
-                object.__setattr__(self, name, None)  # Farther than any key can be.
+            # No key can be farther than the limit. A numpy int would wrap around in the sums of its own dtype.
+            object.__setattr__(self, name, None if distance > UNLIMITED // 2 else int(distance))
         self._check_offset()
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "SlidingWindow":
@@ -218,8 +230,9 @@ class Lengths(Mask):
         for name in ("q", "kv"):
             if (length := getattr(self, name)) is not None:
                 # An int would become part of the compiled program, and each new length would compile again.
-                object.__setattr__(self, name, np.asarray(length, np.int32) if is_static(length) else length)
-                _check_whole(name, getattr(self, name))
+                if _is_int(length):
+                    length = np.asarray(min(max(length, 0), UNLIMITED), np.int32)
+                object.__setattr__(self, name, _int32(name, length))
 
     def values(self) -> tuple[Value, ...]:
         return tuple(Value(length, "B" if length.ndim else "") for length in (self.q, self.kv) if length is not None)
@@ -262,7 +275,7 @@ class Segments(Mask):
     """A query sees the keys of its own segment: packed documents. The ids need not be sorted.
 
     Args:
-      q_ids: the segment of each query, (T,) or (B, T) whole numbers.
+      q_ids: the segment of each query, (T,) or (B, T) whole numbers that fit 32 bits.
       kv_ids: the segment of each key, (S,) or (B, S); None means the same as `q_ids`.
       padding_id: tokens of this segment see nothing and nobody sees them; None means that every id is a segment.
 
@@ -287,11 +300,16 @@ class Segments(Mask):
             ids = getattr(self, name)
             if ids is None and name == "kv_ids":
                 continue
-            _check_whole(name, ids)
+            ids_int32 = _int32(name, ids)
             if ids.ndim not in (1, 2):
                 raise ShapeError(name, found=f"shape {ids.shape}", wanted="(length,) or (B, length)")
-        if not is_static(self.padding_id):
-            raise ArgumentError("padding_id", found=repr(self.padding_id), wanted="an int or None")
+            if isinstance(ids, np.ndarray) and (ids_int32 != ids).any():
+                raise ArgumentError(name, found=f"ids from {ids.min()} to {ids.max()}", wanted="ids that fit 32 bits")
+            object.__setattr__(self, name, ids_int32)
+        if self.padding_id is not None:
+            if not _is_int(self.padding_id) or not _INT32.min <= self.padding_id <= _INT32.max:
+                raise ArgumentError("padding_id", found=repr(self.padding_id), wanted="an int of 32 bits or None")
+            object.__setattr__(self, "padding_id", int(self.padding_id))
 
     @property
     def _key_ids(self) -> Any:
@@ -310,9 +328,9 @@ class Segments(Mask):
         empty = (q_id.last < k_id.first) | (k_id.last < q_id.first)
         full = (q_id.first == q_id.last) & (k_id.first == k_id.last) & (q_id.first == k_id.first)
         if self.padding_id is not None:
-            padding = (q_id.first == self.padding_id) & (q_id.last == self.padding_id)
-            padding |= (k_id.first == self.padding_id) & (k_id.last == self.padding_id)
-            empty, full = empty | padding, full & ~padding
+            q_padding = (q_id.first == self.padding_id) & (q_id.last == self.padding_id)
+            k_padding = (k_id.first == self.padding_id) & (k_id.last == self.padding_id)
+            empty, full = empty | q_padding | k_padding, full & ~q_padding
         return kind_of(full=full, empty=empty)
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Segments":
@@ -376,7 +394,8 @@ class Dense(Mask):
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Dense":
         shape = (1,) * (4 - self.array.ndim) + self.array.shape
         if any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
-            raise ShapeError("mask", found=f"shape {self.array.shape}", wanted=f"broadcastable to (B, N, T, S) = {(B, N, T, S)}")
+            wanted = f"broadcastable to (B, N, T, S) = {(B, N, T, S)}"
+            raise ShapeError("mask", found=f"shape {self.array.shape}", wanted=wanted)
         return Dense(_reshaped(self.array, shape))
 
     def __repr__(self) -> str:

@@ -1,7 +1,8 @@
 """Which tiles a kernel visits: the proof of a mask, applied to the tiles of one problem.
 
-Two forms. **runs**: the visited columns of a row are one run, found by arithmetic on the row's index inside the kernel, no
-memory read. **lists**: the kind of every tile, (rows, columns) of them, computed on the device under jit; never T x S.
+Two forms. **runs**: the visited columns of a row are one run, found by arithmetic on the row's index inside the kernel,
+no memory read. **lists**: the kind of every tile, (rows, columns) of them, computed on the device under jit; never
+T x S.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.masks.mask import UNLIMITED, Interval, Mask, TileKind, Value, is_traced, maximum, minimum, where
+from jflash.masks.mask import Interval, Mask, TileKind, Value, is_traced, maximum, minimum, where
 
 
 class Run(NamedTuple):
@@ -45,7 +46,7 @@ class TileMap:
     """The tiles of one mask over one problem.
 
     Rows are query tiles and columns key tiles; transposed, for dk and dv, rows are key tiles and columns query tiles.
-    A tile that sticks out of the problem is never FULL: whoever evaluates it must also compare indices with the lengths.
+    A tile that sticks out of the problem is never FULL: whoever evaluates it compares indices with the lengths as well.
 
     Attributes:
       mask: a mask after `bind`.
@@ -74,7 +75,7 @@ class TileMap:
         return "runs" if self.mask.has_spans else "lists"
 
     def run(self, row: Any, *values: Any) -> Run:
-        """The run of one row, or of an array of rows; `values` are the mask's values of the batch row. Form "runs" only."""
+        """The run of one row, or of an array of rows, with the mask's values of the batch row; form "runs" only."""
         if self.transpose:
             span_of, row_block, row_length = self.mask.query_span, self.block_k, self.S
             column_block, column_length = self.block_q, self.T
@@ -98,7 +99,7 @@ class TileMap:
     def kinds(self) -> Any:
         """The `TileKind` of every tile, int8 (B or 1, N or 1, rows, columns).
 
-        It is a numpy array, known when tracing, where the mask holds no arrays.
+        It is a numpy array, known when tracing, where the mask holds no JAX arrays.
         """
         q_tiles, k_tiles = -(-self.T // self.block_q), -(-self.S // self.block_k)
         queries = _tiles(q_tiles, self.block_q, self.T, axis=2)

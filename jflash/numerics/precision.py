@@ -1,7 +1,6 @@
 """In which dtype and at which precision the portable backends compute."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -22,23 +21,3 @@ def matmul_precision(dtype: np.dtype) -> jax.lax.Precision | None:
     if dtype.itemsize >= 4 and jax.config.jax_default_matmul_precision is None:
         return jax.lax.Precision.HIGHEST
     return None
-
-
-def like(x: jax.Array, *operands: jax.Array) -> jax.Array:
-    """`x`, varying over every mesh axis that one of the operands varies over.
-
-    Inside `jax.shard_map` the start of a scan's carry needs the type that the body gives it; outside this is `x` itself.
-    """
-    varying = frozenset().union(*(_varying(operand) for operand in operands))
-    missing = tuple(varying - _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def tree_like(tree, operands):
-    """`like` for every array of a pytree, with all arrays of another pytree as operands."""
-    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(operands)]
-    return jax.tree.map(lambda x: like(x, *arrays), tree)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying

@@ -28,7 +28,8 @@ from jflash.masks.mask import Mask, TileKind
 from jflash.masks.tile_map import TileMap, lists_of, union
 from jflash.numerics.logits import logits
 from jflash.numerics.online_softmax import Attended, Carry, empty, finish, finite, merge
-from jflash.numerics.precision import compute_dtype, matmul_precision, tree_like
+from jflash.numerics.precision import compute_dtype, matmul_precision
+from jflash.numerics.varying import like
 from jflash.problem import Problem
 
 
@@ -220,7 +221,7 @@ class _Grid:
             which = jnp.searchsorted(jnp.asarray(self._possible_kinds, jnp.int8), kind)
             return lax.switch(which, possible, carry), None
 
-        init = tree_like(init, (sides, self._mask))
+        init = like(init, (sides, self._mask))
         kinds = jnp.asarray(self._kind)[i]
         carry, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), init, (column, kinds, columns))
         return carry

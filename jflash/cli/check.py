@@ -1,0 +1,234 @@
+"""`jflash check`: real workloads against float64, with time and memory beside `jax.nn.dot_product_attention`."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import jax
+
+from jflash.api import explain
+from jflash.cli import plot
+from jflash.cli.measurement import (
+    Cost,
+    OutOfMemory,
+    circumstances,
+    cost_of,
+    describe,
+    finite_json,
+    memory_errors,
+    same_precision,
+)
+from jflash.cli.peers import peer_of
+from jflash.errors import ArgumentError
+from jflash.plan import Plan, check_backend_name
+from jflash.testing.budget import Measured, attention_of, measure, plain_of, results_of, truth_of
+from jflash.testing.inputs import Inputs, random_inputs
+from jflash.testing.workloads import Workload, check_workloads
+
+_IDLE_S = 0.05
+
+_LEGEND = """\
+error    largest absolute error against float64, of the output and of the gradient that is worst against its bound;
+         plain: that of dense attention in the same precision
+bound    2 * plain + c * eps * scale, for the largest and the mean error of out, lse, dq, dk, dv; worst: error / bound
+time     median; speed: time of jax.nn.dot_product_attention / ours, so above 1 is faster than it
+memory   of forward + backward as compiled: arguments + results + temporaries
+"""
+_HEADER = """\
+                             error / bound      error of out     error of gradient   forward        forward + backward  memory (MiB)
+workload          backend    worst              ours    plain       ours    plain       ms  speed       ms  speed     ours  jax.nn"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found of one workload.
+
+    Attributes:
+      plan: what ran; None where the backend refused.
+      refusal: why it did not run, else empty.
+      rows: every error with its bound.
+      ours, peer: costs; None where there are none.
+      note: what a reader must know of the peer.
+    """
+
+    workload: Workload
+    plan: Plan | None
+    refusal: str = ""
+    rows: tuple[Measured, ...] = ()
+    ours: Cost | None = None
+    peer: Cost | None = None
+    note: str = ""
+
+    @property
+    def broken(self) -> tuple[Measured, ...]:
+        return tuple(row for row in self.rows if not row.within)
+
+    @property
+    def worst(self) -> Measured:
+        """The error that is largest against its bound."""
+        return max(self.rows, key=lambda row: row.ratio)
+
+    def largest(self, *names: str) -> Measured:
+        """The largest error of the result, among these, that is worst against its bound."""
+        return max((row for row in self.rows if row.statistic == "max" and row.name in names), key=lambda row: row.ratio)
+
+
+def check(
+    *,
+    backend: str = "auto",
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+    plot_file: pathlib.Path | None = None,
+    table: TextIO,
+    lines: TextIO | None = None,
+) -> int:
+    """Checks the workloads of these names, or all, and returns the exit code: 1 if a bound is broken, or nothing ran.
+
+    Raises:
+      ArgumentError: there is no such backend or workload.
+      MissingMatplotlib, OSError: the picture cannot be drawn or written, said before anything runs.
+    """
+    check_backend_name(backend)
+    where = circumstances()
+    workloads = _chosen(check_workloads(large=where["platform"] == "gpu"), names)
+    if plot_file is not None:
+        plot.prepare(plot_file)
+    print(f"{describe(where)}\n\n{_LEGEND}\n{_HEADER}", file=table, flush=True)
+    progress = _Progress(sys.stderr)
+    found = []
+    for number, workload in enumerate(workloads, 1):
+        progress.running(f"{workload.name} ({number} of {len(workloads)})")
+        found.append(_check_one(workload, backend, seed))
+        progress.clear()
+        print(_row(found[-1]), file=table, flush=True)
+        if lines is not None:
+            print(json.dumps(finite_json(_record(found[-1]) | {"seed": seed} | where)), file=lines, flush=True)
+    for text in _footnotes(found):
+        print(text, file=table)
+    if plot_file is not None:
+        progress.running("the picture: memory by length, compiled and not run")
+        plot.draw(plot_file, found, plot.memory_by_length(backend), where)
+        progress.clear()
+        print(f"\nThe picture is in {plot_file}.", file=table)
+    verdict, exit_code = _verdict(found)
+    print(f"\n{verdict}", file=table, flush=True)
+    return exit_code
+
+
+def _chosen(workloads: tuple[Workload, ...], names: Sequence[str] | None) -> tuple[Workload, ...]:
+    known = [workload.name for workload in workloads]
+    for name in names or ():
+        if name not in known:
+            raise ArgumentError("--workload", found=repr(name), wanted=f"one of {', '.join(known)}")
+    return tuple(workload for workload in workloads if names is None or workload.name in names)
+
+
+def _check_one(workload: Workload, backend: str, seed: int) -> Checked:
+    inputs = random_inputs(workload, seed=seed)
+    arrays = (inputs.q, inputs.k, inputs.v)
+    explanation = explain(
+        *arrays, mask=workload.mask, bias=inputs.bias, softcap=workload.softcap, backend=backend
+    )
+    if explanation.plan is None:
+        reasons = "; ".join(explanation.refusals[name] for name in explanation.order)
+        return Checked(workload=workload, plan=None, refusal=reasons)
+    ours = attention_of(workload, backend=backend)
+    try:
+        with memory_errors():
+            results = results_of(ours, inputs)
+        cost = cost_of(lambda q, k, v: ours(q, k, v, inputs.bias)[0], inputs, idle_s=_IDLE_S)
+    except OutOfMemory as error:
+        return Checked(workload=workload, plan=None, refusal=str(error))
+    truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+    rows = measure(results, truth=truth, plain=plain, dtype=workload.dtype)
+    peer, note = _peer_cost(workload, inputs)
+    return Checked(workload=workload, plan=explanation.plan, rows=tuple(rows), ours=cost, peer=peer, note=note)
+
+
+def _peer_cost(workload: Workload, inputs: Inputs) -> tuple[Cost | None, str]:
+    peer = peer_of(workload)
+    if isinstance(peer, str):
+        return None, peer
+    try:
+        with same_precision(workload.dtype):
+            return cost_of(peer.call, inputs, *peer.others, idle_s=_IDLE_S), peer.note
+    except OutOfMemory as error:
+        return None, f"jax.nn does not run: {error}"
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def _row(found: Checked) -> str:
+    name = f"{found.workload.name:<17.17} "
+    if found.plan is None:
+        return f"{name}refused: {found.refusal}"
+    worst, out, gradient = found.worst, found.largest("out"), found.largest("dq", "dk", "dv", "dbias")
+    verdict = "ABOVE" if found.broken else "ok"
+    cells = [
+        f"{name}{found.plan.backend:<10.10} {worst.ratio:>4.2f} {worst.name + ' ' + worst.statistic:<8} {verdict:<5}",
+        f"{out.error:>8.1e} {out.plain:>8.1e}",
+        f"{gradient.name:<2} {gradient.error:>8.1e} {gradient.plain:>8.1e}",
+    ]
+    ours, peer = found.ours, found.peer
+    mark = "*" if found.note and peer is not None else " "
+    for attribute in ("forward_ms", "forward_backward_ms"):
+        own = getattr(ours, attribute)
+        speed = "–" if peer is None else f"{getattr(peer, attribute) / own:.2f}{mark}"
+        cells.append(f"{own:>8.4g} {speed:>6}")
+    memory = "–" if peer is None else f"{peer.memory_bytes / 2**20:.1f}{mark}"
+    cells.append(f"{ours.memory_bytes / 2**20:>8.1f} {memory:>8}")
+    broken = [f"{'':<18}{row}" for row in found.broken]
+    return "\n".join(["  ".join(cells), *broken])
+
+
+def _footnotes(found: Sequence[Checked]) -> list[str]:
+    return [f"* {one.workload.name}: {one.note}" for one in found if one.note]
+
+
+def _verdict(found: Sequence[Checked]) -> tuple[str, int]:
+    ran = [one for one in found if one.plan is not None]
+    broken = [one.workload.name for one in ran if one.broken]
+    refused = f", {len(found) - len(ran)} refused" if len(ran) < len(found) else ""
+    if not ran:
+        return "FAILED: nothing ran, every workload was refused.", 1
+    if broken:
+        return f"FAILED: {len(broken)} of {len(ran)} workloads above their bounds ({', '.join(broken)}){refused}.", 1
+    return f"PASSED: all errors of {len(ran)} workloads within their bounds{refused}.", 0
+
+
+def _record(found: Checked) -> dict[str, Any]:
+    w = found.workload
+    return {
+        "kind": "check",
+        "workload": w.name,
+        **{name: getattr(w, name) for name in ("B", "T", "S", "N", "K", "H", "Hv", "dtype", "softcap")},
+        "mask": repr(w.mask),
+        "bias": w.bias,
+        "backend": found.plan and found.plan.backend,
+        "tiles": found.plan and (found.plan.tiles and str(found.plan.tiles)),
+        "refusal": found.refusal or None,
+        "within": None if found.plan is None else not found.broken,
+        "errors": [dataclasses.asdict(row) | {"within": row.within} for row in found.rows],
+        "ours": found.ours and dataclasses.asdict(found.ours),
+        "jax_nn": found.peer and dataclasses.asdict(found.peer),
+        "jax_nn_note": found.note or None,
+    }
+
+
+class _Progress:
+    """Says what is running: in a terminal on one line that goes away, elsewhere on a line each."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+
+    def running(self, what: str) -> None:
+        print(f"running {what} ...", end="" if self._is_terminal else "\n", file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        if self._is_terminal:
+            print("\r\033[K", end="", file=self._stream, flush=True)

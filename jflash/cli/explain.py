@@ -1,0 +1,56 @@
+"""`jflash explain`: which backend and tiles a call would get, from its sizes alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jflash.api import explain as explain_call
+from jflash.errors import ArgumentError
+from jflash.plan import Explanation
+
+_LETTERS = ("B", "T", "S", "N", "K", "H", "Hv")
+
+
+def explain(
+    sizes: Sequence[str], *, dtype: str, causal: bool, window: str | None, hardware: str | None, backend: str
+) -> Explanation:
+    """The explanation for sizes such as `["T=4096", "N=32", "H=128"]`.
+
+    Raises:
+      ArgumentError: a size, a name or a window that means nothing.
+    """
+    size = _sizes(sizes)
+
+    def array(length: str, heads: str, dim: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size["B"], size[length], size[heads], size[dim]), dtype)
+
+    with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
+        return explain_call(
+            array("T", "N", "H"), array("S", "K", "H"), array("S", "K", "Hv"),
+            causal=causal, window=None if window is None else _window(window), hardware=hardware, backend=backend,
+        )  # fmt: skip
+
+
+def _sizes(texts: Sequence[str]) -> dict[str, int]:
+    size: dict[str, int] = {}
+    for text in texts:
+        letter, _, number = text.partition("=")
+        if letter not in _LETTERS or not number.isdecimal():
+            raise ArgumentError("sizes", found=repr(text), wanted=f"LETTER=SIZE with a letter of {', '.join(_LETTERS)}")
+        size[letter] = int(number)
+    missing = [letter for letter in ("T", "N", "H") if letter not in size]
+    if missing:
+        raise ArgumentError("sizes", found=f"no {', '.join(missing)}", wanted="at least T, N and H, as in T=4096 N=32 H=128")
+    return {"B": 1, "S": size["T"], "K": size["N"], "Hv": size["H"]} | size
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    def distance(part: str) -> Any:
+        return None if part.strip().lower() == "none" else int(part)
+
+    try:
+        left, right = map(distance, text.split(","))
+    except ValueError:
+        raise ArgumentError("window", found=repr(text), wanted='LEFT,RIGHT, each a number or "none"') from None
+    return left, right

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and `jflash check` share: workloads, their inputs, and the error rule."""

@@ -1,0 +1,247 @@
+"""The error rule: what a backend may be off, derived and not chosen.
+
+Against float64, for the result and every gradient, for the maximum and the mean of the absolute error:
+
+    error <= 2 * plain + c * eps(dtype) * scale
+
+`plain` is the error of dense attention in the same precision on the same device: logits and softmax in float32, P and dS
+rounded to the input dtype before their matmuls, accumulation in float32; float32 inputs at HIGHEST. `scale` is the largest
+|truth| for the maximum and the mean |truth| for the mean. c is 1, but 16 for the maximum of float32 and float64, where a
+plain flash loop needs up to 9.6.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jflash.api import flash_attention_with_lse
+from jflash.masks import Dense
+from jflash.numerics.logits import logits
+from jflash.numerics.precision import compute_dtype, matmul_precision
+from jflash.testing.inputs import Inputs
+from jflash.testing.workloads import Workload
+
+_RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+type Results = dict[str, np.ndarray]
+type Attention = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
+type MaskedAttention = Callable[[Array, Array, Array, Array | None, Array], tuple[Array, Array]]
+
+# Pairs of query and key that truth and plain attention hold at a time: 64 MiB in float64, of which the derivative of the
+# reference holds about six copies. Small workloads are one piece.
+_PIECE_PAIRS = 2**23
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The error of one result against its bound.
+
+    Attributes:
+      name: "out", "lse", "dq", "dk", "dv" or "dbias".
+      statistic: "max" or "mean".
+      error: of the backend; NaN and misplaced infinities count as infinite.
+      plain: of plain attention.
+      bound: what the rule allows.
+    """
+
+    name: str
+    statistic: str
+    error: float
+    plain: float
+    bound: float
+
+    @property
+    def within(self) -> bool:
+        # Where plain attention overflows too, the bound is infinite; the result is wrong all the same.
+        return math.isfinite(self.error) and self.error <= self.bound
+
+    @property
+    def ratio(self) -> float:
+        """The error as a part of its bound."""
+        return _part(self.error, self.bound)
+
+    @property
+    def plain_ratio(self) -> float:
+        """The error of plain attention as a part of the same bound."""
+        return _part(self.plain, self.bound)
+
+    def __str__(self) -> str:
+        verdict = "within" if self.within else "ABOVE"
+        return f"{self.name} {self.statistic}: {self.error:.3g} {verdict} {self.bound:.3g} (plain {self.plain:.3g})"
+
+
+def results_of(attention: Attention, inputs: Inputs) -> Results:
+    """Output, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`, as float64 on the host."""
+
+    @jax.jit
+    def run(q, k, v, bias, d_out, d_lse):
+        found, pull = jax.vjp(attention, q, k, v, bias)
+        # A NamedTuple's cotangent is one of its own kind.
+        cotangent = jax.tree.unflatten(jax.tree.structure(found), (d_out, d_lse))
+        return *found, *pull(cotangent)
+
+    named = zip(_RESULTS, run(*inputs))
+    return {name: np.asarray(array, np.float64) for name, array in named if array is not None}
+
+
+def attention_of(workload: Workload, **arguments) -> Attention:
+    """The public call on a workload, with `backend=` or `tiles=` as given."""
+
+    def attention(q, k, v, bias):
+        return flash_attention_with_lse(
+            q, k, v, mask=workload.mask, bias=bias, softcap=workload.softcap, **arguments
+        )
+
+    return attention
+
+
+def truth_of(workload: Workload, inputs: Inputs) -> Results:
+    """Results in float64 throughout, from the reference backend."""
+
+    def reference(q, k, v, bias, allowed):
+        return flash_attention_with_lse(
+            q, k, v, mask=Dense(allowed), bias=bias, softcap=workload.softcap, backend="reference"
+        )
+
+    with jax.enable_x64(True):
+        return _dense_results(reference, workload, inputs, np.dtype(np.float64))
+
+
+def plain_of(workload: Workload, inputs: Inputs) -> Results:
+    """Results of plain dense attention in the precision of the workload."""
+    attention = functools.partial(_plain_attention, workload)
+    sums = _dense_results(attention, workload, inputs, compute_dtype(np.dtype(workload.dtype)))
+    q, k, v, bias, *_ = inputs
+    # Rounded last, as a sum in the dtype computed in is: a result has the dtype of its operand, lse keeps that of the sum.
+    operands = {"out": q, "dq": q, "dk": k, "dv": v, "dbias": bias}
+    with np.errstate(over="ignore"):  # as JAX rounds: beyond the largest float16 is inf, without a warning
+        rounded = {name: total.astype(operands[name].dtype) if name in operands else total for name, total in sums.items()}
+    return {name: result.astype(np.float64) for name, result in rounded.items()}
+
+
+def measure(found: Results, *, truth: Results, plain: Results, dtype: str) -> list[Measured]:
+    """Every error with its bound, two for each result."""
+    eps = float(jnp.finfo(dtype).eps)
+    is_wide = np.dtype(dtype).itemsize >= 4
+    rows = []
+    for name, right in truth.items():
+        size = np.abs(right[np.isfinite(right)])
+        for statistic, reduce, c in (("max", np.max, 16 if is_wide else 1), ("mean", np.mean, 1)):
+            error, plain_error = (_error(result[name], right, reduce) for result in (found, plain))
+            scale = float(reduce(size)) if size.size else 0.0
+            row = Measured(
+                name=name, statistic=statistic, error=error, plain=plain_error, bound=2 * plain_error + c * eps * scale
+            )
+            rows.append(row)
+    return rows
+
+
+def _error(found: np.ndarray, right: np.ndarray, reduce: Callable) -> float:
+    if found.shape != right.shape:
+        return np.inf
+    if not right.size:
+        return 0.0
+    # -inf is a right answer of lse, and only there where the truth has it. NaN is one nowhere.
+    same = found == right
+    difference = np.abs(np.where(same, 0, found) - np.where(same, 0, right))
+    return float(reduce(np.where(np.isnan(difference), np.inf, difference)))
+
+
+def _part(error: float, bound: float) -> float:
+    if not math.isfinite(error):
+        return math.inf
+    return error / bound if bound else (math.inf if error else 0.0)
+
+
+def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Inputs, dtype: np.dtype) -> Results:
+    """Results of `attention(q, k, v, bias, allowed)` on inputs held in `dtype`, a piece of all pairs at a time.
+
+    What several pieces contribute to is summed in `dtype`.
+    """
+    w = workload
+    mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
+    wide = [None if array is None else np.asarray(array, dtype) for array in inputs]
+
+    @jax.jit
+    def run(q, k, v, bias, d_out, d_lse, allowed):
+        found, pull = jax.vjp(lambda *operands: tuple(attention(*operands, allowed)), q, k, v, bias)
+        return *found, *pull((d_out, d_lse))
+
+    q, k, v, bias, d_out, d_lse = wide
+    likes = {"out": d_out, "lse": d_lse, "dq": q, "dk": k, "dv": v, "dbias": bias}
+    totals = {name: np.zeros_like(like) for name, like in likes.items() if like is not None}
+    input_axes = ("BTNH", "BSKH", "BSKH", "BNTS", "BTNH", "BNT")
+    result_axes = ("BTNH", "BNT", *input_axes)
+    for piece in _pieces(w):
+        b, n, t, s = np.ix_(*(np.arange(size)[piece[axis]] for axis, size in zip("BNTS", (w.B, w.N, w.T, w.S))))
+        own = (None if array is None else array[_cut(array, axes, piece)] for array, axes in zip(wide, input_axes))
+        results = run(*own, np.asarray(mask.allowed(t, s, b=b, n=n)))
+        for total, axes, result in zip(totals.values(), result_axes, results):
+            total[_cut(total, axes, piece)] += np.asarray(result)
+    return totals
+
+
+def _pieces(workload: Workload) -> Iterator[dict[str, slice]]:
+    """Parts of all pairs of query and key: for each axis that is cut, by its letter, a slice of it."""
+    w = workload
+    if w.B * w.N * w.T * w.S <= _PIECE_PAIRS:
+        yield {axis: slice(None) for axis in "BNKTS"}
+        return
+    group = w.N // w.K
+    rows = max(1, _PIECE_PAIRS // (group * w.S))
+    for b, k, t in itertools.product(range(w.B), range(w.K), range(0, w.T, rows)):
+        heads = slice(k * group, (k + 1) * group)
+        yield {"B": slice(b, b + 1), "N": heads, "K": slice(k, k + 1), "T": slice(t, t + rows), "S": slice(None)}
+
+
+def _cut(array: np.ndarray, axes: str, piece: dict[str, slice]) -> tuple[slice, ...]:
+    """The index of a piece of an array, whose axes of size 1 broadcast."""
+    return tuple(piece.get(axis, slice(None)) if size > 1 else slice(None) for axis, size in zip(axes, array.shape))
+
+
+def _plain_attention(
+    workload: Workload, q: Array, k: Array, v: Array, bias: Array | None, allowed: Array
+) -> tuple[Array, Array]:
+    """Out and lse in the dtype computed in, in which the operands are given too: they hold numbers of `workload.dtype`."""
+    w, dtype = workload, np.dtype(workload.dtype)
+    precision = matmul_precision(dtype)
+    k, v = (jnp.repeat(array, w.N // w.K, axis=2) for array in (k, v))
+
+    qk = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision)
+    qk = _round_cotangent(qk, dtype)
+    score = logits(qk, scale=w.H**-0.5, bias=bias, cap=w.softcap, allowed=allowed)
+    top = jax.lax.stop_gradient(score.max(-1, keepdims=True))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weight = jnp.exp(score - top)
+    total = weight.sum(-1, keepdims=True)
+    dead = total == 0
+    total = jnp.where(dead, 1, total)
+    p = _round_value(weight / total, dtype)
+    out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
+    lse = jnp.where(dead, -jnp.inf, top + jnp.log(total))[..., 0]
+    return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _round_value(x: Array, dtype) -> Array:
+    """x rounded to `dtype`; the derivative is that of x itself."""
+    return x.astype(dtype).astype(x.dtype)
+
+
+_round_value.defvjp(lambda x, dtype: (_round_value(x, dtype), None), lambda dtype, _, d_x: (d_x,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _round_cotangent(x: Array, dtype) -> Array:
+    """x itself; its cotangent is rounded to `dtype`."""
+    return x
+
+
+_round_cotangent.defvjp(lambda x, dtype: (x, None), lambda dtype, _, d_x: (d_x.astype(dtype).astype(d_x.dtype),))

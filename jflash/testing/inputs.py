@@ -1,0 +1,44 @@
+"""Random inputs of a workload, the same on every device."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jflash.numerics.precision import compute_dtype
+from jflash.testing.workloads import Workload
+
+
+class Inputs(NamedTuple):
+    """The numbers of one call, forward and backward.
+
+    Attributes:
+      q, k, v, bias: operands; bias is None where the workload has none.
+      d_out, d_lse: cotangents, random and nowhere uniform: a uniform one hides permutations.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    d_out: Float[Array, "B T N Hv"]
+    d_lse: Float[Array, "B N T"]
+
+
+def random_inputs(workload: Workload, *, seed: int = 0) -> Inputs:
+    """Standard normal numbers, drawn by numpy so that they do not depend on the device."""
+    generator = np.random.default_rng(seed)
+
+    def normal(shape: tuple[int, ...], dtype) -> Array:
+        return jnp.asarray(generator.standard_normal(shape), dtype)
+
+    w = workload
+    return Inputs(
+        q=normal((w.B, w.T, w.N, w.H), w.dtype),
+        k=normal((w.B, w.S, w.K, w.H), w.dtype),
+        v=normal((w.B, w.S, w.K, w.Hv), w.dtype),
+        bias=None if w.bias is None else normal(w.bias, w.bias_dtype),
+        d_out=normal((w.B, w.T, w.N, w.Hv), w.dtype),
+        d_lse=normal((w.B, w.N, w.T), compute_dtype(np.dtype(w.dtype))),
+    )

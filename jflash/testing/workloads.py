@@ -1,0 +1,129 @@
+"""Named calls of attention: the small ones that every backend is tested with, and the real ones that users meet."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jflash.masks import Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One call of `flash_attention`, without its numbers.
+
+    Attributes:
+      name: short, unique, fit for a test id.
+      B, T, S, N, K, H, Hv: the dimensions; Hv 0 means H, S 0 means T.
+      dtype: of q, k and v.
+      mask: the mask; its arrays are part of the workload.
+      bias: shape of the bias, or None.
+      bias_dtype: its dtype.
+      softcap: cap of the logits, or None.
+    """
+
+    name: str
+    B: int
+    T: int
+    S: int = 0
+    N: int
+    K: int
+    H: int
+    Hv: int = 0
+    dtype: str = "float32"
+    mask: Mask = Full()
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"
+    softcap: float | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "S", self.S or self.T)
+        object.__setattr__(self, "Hv", self.Hv or self.H)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of the two matmuls of the forward pass, every pair counted."""
+        return 2 * self.B * self.N * self.T * self.S * (self.H + self.Hv)
+
+
+def documents(lengths: list[list[int]], *, padding: int = 0) -> np.ndarray:
+    """Segment ids of packed documents: row b holds documents of `lengths[b]`, numbered from 1, then `padding` zeros."""
+    rows = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
+    total = max(len(row) for row in rows) + padding
+    return np.stack([np.pad(row, (0, total - len(row))) for row in rows]).astype(np.int32)
+
+
+def _random(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+_DOCUMENTS = documents([[30, 41, 20], [7, 83]], padding=3)[:, :93]
+
+# Lengths that are no multiple of any block and all dimensions distinct: a mixed-up axis cannot go unseen.
+_SMALL = {"B": 2, "T": 93, "N": 6, "K": 3, "H": 16, "Hv": 24}
+_CROSS = _SMALL | {"T": 37, "S": 101}
+
+CONTRACT: tuple[Workload, ...] = (
+    Workload(name="full", **_SMALL),
+    Workload(name="full_cross", **_CROSS),
+    Workload(name="causal", mask=Causal(), **_SMALL),
+    Workload(name="causal_bottom_right", mask=Causal(offset=64), **_CROSS),
+    Workload(name="causal_offset_per_row", mask=Causal(offset=np.array([5, -9], np.int32)), **_SMALL),
+    Workload(name="window", mask=SlidingWindow(9, 4), **_SMALL),
+    Workload(name="window_left_offset", mask=SlidingWindow(3, 0, offset=20), **_CROSS),
+    Workload(name="documents_causal", mask=Segments(_DOCUMENTS, padding_id=0) & Causal(), **_SMALL),
+    Workload(
+        name="segments_unsorted",
+        mask=Segments(_random(1).integers(0, 3, (2, 37)), _random(2).integers(0, 3, (2, 101))),
+        **_CROSS,
+    ),
+    Workload(
+        name="lengths",
+        mask=Lengths(q=np.array([30, 37], np.int32), kv=np.array([0, 77], np.int32)),
+        **_CROSS,
+    ),
+    Workload(name="dense_per_head", mask=Dense(_random(3).random((2, 6, 37, 101)) < 0.3), **_CROSS),
+    Workload(name="dense_broadcast", mask=Dense(_random(4).random((2, 1, 1, 101)) < 0.5), **_CROSS),
+    Workload(
+        name="or_and",
+        mask=(Causal() | Lengths(kv=np.array([11, 0], np.int32))) & SlidingWindow(40, None),
+        **_SMALL,
+    ),
+    Workload(name="nothing", mask=SlidingWindow(2, 2, offset=1000), **_SMALL),
+    Workload(name="mqa_decode", B=3, T=1, S=130, N=8, K=1, H=32, mask=Causal(offset=np.array([129, 0, 57], np.int32))),
+    # Not one key: there d_out has no share in dq and dk, and what rounding leaves of it has no scale to be judged by.
+    Workload(name="few_keys", B=2, T=5, S=3, N=4, K=1, H=8, Hv=12),
+    Workload(name="bias_pair", bias=(2, 6, 37, 101), **_CROSS),
+    Workload(name="bias_head_causal", bias=(1, 6, 1, 93), mask=Causal(), bias_dtype="bfloat16", **_SMALL),
+    Workload(name="bias_row_softcap", bias=(2, 1, 93, 1), softcap=2.5, mask=SlidingWindow(20, 0), **_SMALL),
+    Workload(name="softcap", softcap=1.5, **_SMALL),
+)
+
+
+def contract_workloads(*dtypes: str) -> tuple[Workload, ...]:
+    """The small workloads in each of these dtypes, the dtype added to the name."""
+    return tuple(
+        dataclasses.replace(workload, name=f"{workload.name}-{dtype}", dtype=dtype)
+        for workload in CONTRACT
+        for dtype in dtypes
+    )
+
+
+def check_workloads(*, large: bool) -> tuple[Workload, ...]:
+    """What `jflash check` runs: shapes of real models, at lengths for a GPU (`large`) or for a CPU."""
+    T = 4096 if large else 1024
+    N, K = (32, 8) if large else (8, 2)
+    dtype = str(jnp.dtype(jnp.bfloat16))
+    row = [T // 4, T // 2 - 13, T // 8]
+    packed = documents([row, row[::-1]], padding=T - sum(row))
+    return (
+        Workload(name="llama_gqa_causal", B=1, T=T, N=N, K=K, H=128, dtype=dtype, mask=Causal()),
+        Workload(name="float32_causal", B=1, T=T // 2, N=N // 4, K=K // 2, H=64, dtype="float32", mask=Causal()),
+        Workload(name="window", B=1, T=2 * T, N=N // 4, K=K // 2, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0)),
+        Workload(
+            name="packed_documents", B=2, T=T, N=N // 4, K=K // 2, H=128, dtype=dtype,
+            mask=Segments(packed, padding_id=0) & Causal(),
+        ),
+        Workload(name="odd_lengths", B=2, T=T // 2 - 47, S=T // 2 + 29, N=N // 4, K=K // 2, H=80, dtype=dtype),
+        Workload(name="mla_causal", B=1, T=T // 2, N=N // 2, K=N // 2, H=192, Hv=128, dtype=dtype, mask=Causal()),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Every backend on every workload: either the numbers are within the error rule, or the call raises the expected reason."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash import UnsupportedError, flash_attention_with_lse
+from jflash.backends import registry
+from jflash.backends.xla import XlaTiles
+from jflash.masks import Lengths, Segments, SlidingWindow
+from jflash.testing.budget import attention_of, measure, plain_of, results_of, truth_of
+from jflash.testing.inputs import random_inputs
+from jflash.testing.workloads import CONTRACT, contract_workloads
+
+# Small tiles, so that every workload crosses several; then the backend's own, which hold a workload whole.
+SMALL_TILES = XlaTiles(block_q=32, block_k=16)
+VARIANTS = {"reference": ("reference", None), "xla": ("xla", SMALL_TILES), "xla_default": ("xla", None)}
+
+# Why a backend refuses a workload, as a pattern for the message, by (backend, name of the workload without its dtype).
+# What does not stand here must run.
+REFUSALS: dict[tuple[str, str], str] = {}
+
+WORKLOADS = contract_workloads("float32", "bfloat16") + contract_workloads("float16")[::3]
+
+
+@functools.cache
+def oracle(name: str, platform: str) -> tuple:
+    """Inputs, truth and plain results of a workload; plain on the device under test, as the rule says."""
+    workload = next(workload for workload in WORKLOADS if workload.name == name)
+    inputs = random_inputs(workload, seed=7)
+    return inputs, truth_of(workload, inputs), plain_of(workload, inputs)
+
+
+def test_every_backend_is_in_the_contract():
+    assert {backend for backend, _ in VARIANTS.values()} == set(registry.names())
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_numbers_or_reason(workload, platform):
+    inputs, truth, plain = oracle(workload.name, platform)
+    for variant, (backend, tiles) in VARIANTS.items():
+        attention = attention_of(workload, backend=backend, tiles=tiles)
+        reason = REFUSALS.get((backend, workload.name.split("-")[0]))
+        if reason is not None:
+            with pytest.raises(UnsupportedError, match=reason):
+                results_of(attention, inputs)
+            continue
+        rows = measure(results_of(attention, inputs), truth=truth, plain=plain, dtype=workload.dtype)
+        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv"} | ({"dbias"} if workload.bias else set())
+        assert all(row.within for row in rows), [f"{variant} {row}" for row in rows if not row.within]
+
+
+def test_float64_is_computed_in_float64(platform):
+    with jax.enable_x64(True):
+        for workload in contract_workloads("float64")[2::5]:
+            inputs, truth, plain = (random_inputs(workload), *(None,) * 2)
+            truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+            found = results_of(attention_of(workload, backend="xla", tiles=SMALL_TILES), inputs)
+            rows = measure(found, truth=truth, plain=plain, dtype="float64")
+            assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+            assert max(row.error for row in rows) < 1e-12
+
+
+def test_the_rule_can_fail(platform):
+    """One wrong element, a mislaid head and a NaN each break a bound; so does an infinity out of place."""
+    workload = contract_workloads("bfloat16")[2]
+    inputs, truth, plain = oracle(workload.name, platform)
+    right = results_of(attention_of(workload, backend="xla"), inputs)
+
+    def broken(name, change):
+        wrong = dict(right)
+        wrong[name] = change(right[name].copy())
+        return [row.name for row in measure(wrong, truth=truth, plain=plain, dtype="bfloat16") if not row.within]
+
+    def set_element(value):
+        def change(array):
+            array[(1,) * array.ndim] = value
+            return array
+
+        return change
+
+    assert broken("out", set_element(9.0)) == ["out"]
+    assert broken("dk", lambda array: np.roll(array, 1, axis=2)) == ["dk", "dk"]
+    assert broken("dq", lambda array: array * 1.02) == ["dq"] * 2
+    assert broken("dv", set_element(np.nan)) == ["dv", "dv"]
+    assert broken("lse", set_element(-np.inf)) == ["lse", "lse"]
+
+
+GARBAGE = [np.nan, np.inf, -np.inf, 1e4]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Lengths(q=np.array([20, 37], np.int32), kv=np.array([50, 0], np.int32)),
+        Segments(np.repeat([[1, 2, 0]], [17, 10, 10], 1), np.repeat([[2, 3, 1, 0]], [30, 21, 30, 20], 1), padding_id=0),
+        SlidingWindow(4, 1, offset=-7),
+    ],
+    ids=["lengths", "segments", "window"],
+)
+def test_what_dead_keys_and_queries_hold_has_no_influence(variant, mask, platform):
+    """Bit-equal results whatever stands in keys that nobody sees and queries that see nobody; their gradients are 0."""
+    backend, tiles = VARIANTS[variant]
+    B, T, S, N, K, H, Hv = 2, 37, 101, 6, 3, 16, 24
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    q, k, v, d_out, d_lse = draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, Hv), draw(B, T, N, Hv), draw(B, N, T)
+    bound = mask.bind(B=B, N=N, T=T, S=S)
+    b, t, s = np.ix_(range(B), range(T), range(S))
+    allowed = np.broadcast_to(np.asarray(bound.allowed(t, s, b=b)), (B, T, S))
+    dead_key, dead_query = ~allowed.any(1), ~allowed.any(2)
+    assert dead_key.any() and dead_query.any()
+
+    def results(filling):
+        def filled(array, dead):
+            return jnp.asarray(np.where(dead[..., None, None], np.float32(filling), array))
+
+        operands = filled(q, dead_query), filled(k, dead_key), filled(v, dead_key)
+        cotangent = filled(d_out, dead_query), jnp.asarray(np.where(dead_query[:, None], np.float32(filling), d_lse))
+
+        @jax.jit
+        def run(operands, cotangent):
+            found, pull = jax.vjp(
+                lambda *o: tuple(flash_attention_with_lse(*o, mask=mask, backend=backend, tiles=tiles)), *operands
+            )
+            return *found, *pull(cotangent)
+
+        return [np.asarray(array) for array in run(operands, cotangent)]
+
+    clean = results(0.0)
+    out, lse, dq, dk, dv = clean
+    assert np.all(out[dead_query] == 0) and np.all(np.swapaxes(lse, 1, 2)[dead_query] == -np.inf)
+    assert np.all(dq[dead_query] == 0) and np.all(dk[dead_key] == 0) and np.all(dv[dead_key] == 0)
+    for filling in GARBAGE:
+        for name, found, wanted in zip(("out", "lse", "dq", "dk", "dv"), results(filling), clean):
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{name} with {filling} in dead places")
+
+
+def test_every_tile_config_gives_the_same(platform):
+    """Tiles decide about speed only. A set of sizes that is tuned but not tested is untested code (case B17)."""
+    workload = next(workload for workload in WORKLOADS if workload.name == "documents_causal-float32")
+    inputs, truth, plain = oracle(workload.name, platform)
+    for block_q, block_k in ((1, 93), (7, 64), (93, 5), (128, 16), (64, 64), (200, 200)):
+        tiles = XlaTiles(block_q=block_q, block_k=block_k)
+        found = results_of(attention_of(workload, backend="xla", tiles=tiles), inputs)
+        rows = measure(found, truth=truth, plain=plain, dtype=workload.dtype)
+        assert all(row.within for row in rows), (tiles, [str(row) for row in rows if not row.within])
+
+
+def test_workload_names_are_unique_and_dimensions_tell_axes_apart():
+    assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
+    for w in CONTRACT:
+        sizes = [size for size in (w.T, w.N, w.B, w.H) if size > 1]
+        assert len(set(sizes)) == len(sizes) and w.S not in (w.N, w.K, w.B), w.name

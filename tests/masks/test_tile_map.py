@@ -1,0 +1,591 @@
+"""The proof of each mask against its truth on random problems, and schedules against lists written by hand."""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import jflash.masks
+from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow, TileMap
+from jflash.masks.mask import TileKind
+from jflash.masks.tile_map import lists_of, union
+
+EMPTY, PARTIAL, FULL = TileKind
+
+# The same examples on every run, so that a failure is a fault of the change that shows it.
+# HYPOTHESIS_PROFILE=default looks for new ones.
+PROPERTY = settings(settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci")), deadline=None)
+
+
+# Random problems ------------------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    B: int
+    N: int
+    T: int
+    S: int
+
+
+def sizes(longest: int = 40) -> st.SearchStrategy[Sizes]:
+    return st.builds(Sizes, st.integers(1, 3), st.integers(1, 2), st.integers(1, longest), st.integers(1, longest))
+
+
+def per_row(sizes: Sizes, low: int, high: int) -> st.SearchStrategy[np.ndarray]:
+    """Whole numbers for each batch row, or one for all: (B,), (1,) or ()."""
+    numbers = st.integers(low, high)
+    rows = st.lists(numbers, min_size=sizes.B, max_size=sizes.B)
+    return st.one_of(rows, st.lists(numbers, min_size=1, max_size=1), numbers).map(lambda n: np.array(n, np.int32))
+
+
+def offsets(sizes: Sizes) -> st.SearchStrategy[Any]:
+    low, high = -sizes.T - 2, sizes.S + 2
+    return st.integers(low, high) | per_row(sizes, low, high)
+
+
+def windows(sizes: Sizes) -> st.SearchStrategy[Mask]:
+    distance = st.none() | st.integers(0, max(sizes.T, sizes.S) + 2)
+    return st.builds(SlidingWindow, distance, distance, offset=offsets(sizes))
+
+
+def lengths(sizes: Sizes) -> st.SearchStrategy[Mask]:
+    return st.builds(
+        Lengths,
+        q=st.none() | per_row(sizes, 0, sizes.T + 3),
+        kv=st.none() | per_row(sizes, 0, sizes.S + 3),
+    )
+
+
+@st.composite
+def segments(draw: Callable, sizes: Sizes, is_sorted: bool | None = None) -> Mask:
+    # From a seed: hypothesis would spend its time on the single ids.
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 6))
+    is_sorted = draw(st.booleans()) if is_sorted is None else is_sorted
+
+    def ids(length: int) -> np.ndarray:
+        shape = draw(st.sampled_from([(length,), (1, length), (sizes.B, length)]))
+        found = random.integers(-1, count, shape, np.int32)
+        return np.sort(found, axis=-1) if is_sorted else found
+
+    return Segments(ids(sizes.T), ids(sizes.S), padding_id=draw(st.none() | st.integers(-1, count)))
+
+
+@st.composite
+def denses(draw: Callable, sizes: Sizes) -> Mask:
+    shape = tuple(draw(st.sampled_from([1, size])) for size in sizes)[draw(st.integers(0, 2)) :]
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    # Constant over blocks, or no tile but of one element would ever be EMPTY or FULL.
+    block = draw(st.integers(1, 12))
+    coarse = random.random(tuple(-(-size // block) for size in shape)) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+    for axis, size in enumerate(shape):
+        coarse = coarse.repeat(block, axis).take(range(size), axis)
+    return Dense(coarse)
+
+
+# Every public pattern has its line here; `test_every_pattern_is_tried` sees to it.
+PATTERNS: dict[type[Mask], Callable[[Sizes], st.SearchStrategy[Mask]]] = {
+    Full: lambda sizes: st.just(Full()),
+    Causal: lambda sizes: st.builds(Causal, offset=offsets(sizes)),
+    SlidingWindow: windows,
+    Lengths: lengths,
+    Segments: segments,
+    Dense: denses,
+}
+
+
+def patterns(sizes: Sizes) -> st.SearchStrategy[Mask]:
+    return st.one_of(*(make(sizes) for make in PATTERNS.values()))
+
+
+def trees(leaf: st.SearchStrategy[Mask], combine: tuple[type[Mask], ...] = (And, Or), depth: int = 3) -> Any:
+    """Masks of masks, down to the given depth."""
+    if depth == 0:
+        return leaf
+    parts = st.lists(trees(leaf, combine, depth - 1), min_size=1, max_size=3)
+    return leaf | st.builds(lambda kind, parts: kind(*parts), st.sampled_from(combine), parts)
+
+
+class Posed(NamedTuple):
+    sizes: Sizes
+    mask: Mask
+    tile_map: TileMap
+
+
+@st.composite
+def posed(draw: Callable, masks: Callable[[Sizes], st.SearchStrategy[Mask]], *, longest: int = 40) -> Posed:
+    """A mask bound to a problem, and the map of tiles of some size; in numpy."""
+    found = draw(sizes(longest))
+    mask = draw(masks(found)).bind(**found._asdict())
+    blocks = {"block_q": draw(st.integers(1, 17)), "block_k": draw(st.integers(1, 17))}
+    return Posed(found, mask, TileMap(mask=mask, T=found.T, S=found.S, **blocks, transpose=draw(st.booleans())))
+
+
+# What is true -----------------------------------------------------------------------------------------------------
+
+
+class Truth(NamedTuple):
+    """Of each tile, (B, N, rows, columns): whether a pair attends, and whether it lies inside and all of it attends."""
+
+    some: np.ndarray
+    every: np.ndarray
+
+    @property
+    def kinds(self) -> np.ndarray:
+        return np.where(self.every, FULL, np.where(self.some, PARTIAL, EMPTY))
+
+
+def truth(case: Posed) -> Truth:
+    B, N, T, S = case.sizes
+    tile_map = case.tile_map
+    b, n, q, k = np.ix_(*map(np.arange, case.sizes))
+    allowed = np.broadcast_to(np.asarray(case.mask.allowed(q, k, b=b, n=n)), case.sizes)
+    rows, columns = -(-T // tile_map.block_q), -(-S // tile_map.block_k)
+    # A pair outside of the problem does not attend, so no tile that sticks out has all of its pairs attend.
+    tiles = np.zeros((B, N, rows * tile_map.block_q, columns * tile_map.block_k), bool)
+    tiles[:, :, :T, :S] = allowed
+    tiles = tiles.reshape(B, N, rows, tile_map.block_q, columns, tile_map.block_k)
+    some, every = tiles.any((3, 5)), tiles.all((3, 5))
+    return Truth(some.swapaxes(2, 3), every.swapaxes(2, 3)) if tile_map.transpose else Truth(some, every)
+
+
+def kinds_of(case: Posed) -> np.ndarray:
+    """The kinds for each batch row and head, (B, N, rows, columns)."""
+    kinds = np.asarray(case.tile_map.kinds())
+    assert kinds.dtype == np.int8
+    assert kinds.shape[0] in (1, case.sizes.B) and kinds.shape[1] in (1, case.sizes.N)
+    assert kinds.shape[2:] == (case.tile_map.rows, case.tile_map.columns)
+    return np.broadcast_to(kinds, (case.sizes.B, case.sizes.N, *kinds.shape[2:]))
+
+
+def assert_sound(kinds: np.ndarray, true: Truth) -> None:
+    assert set(np.unique(kinds)) <= set(TileKind)
+    assert not (true.some & (kinds == EMPTY)).any(), "a tile called EMPTY has a pair that attends"
+    assert not (~true.every & (kinds == FULL)).any(), "a tile called FULL has a pair that does not, or sticks out"
+
+
+def row_values(mask: Mask, b: int) -> tuple[Any, ...]:
+    """The values of one batch row, as a kernel gets them: numbers."""
+    return tuple(value.array[min(b, value.array.shape[0] - 1)] for value in mask.values())
+
+
+def kinds_of_run(run: Any, columns: int) -> np.ndarray:
+    """The kinds that runs describe: for each row of tiles, a line of (..., columns)."""
+    start, full_start, full_stop, stop = (np.asarray(end)[..., None] for end in run)
+    assert ((start <= full_start) & (full_start <= full_stop) & (full_stop <= stop)).all()
+    assert ((0 <= start) & (stop <= columns)).all()
+    column = np.arange(columns)
+    visited, full = (start <= column) & (column < stop), (full_start <= column) & (column < full_stop)
+    return np.where(full, FULL, np.where(visited, PARTIAL, EMPTY))
+
+
+# Properties -------------------------------------------------------------------------------------------------------
+
+
+def test_every_pattern_is_tried():
+    public = {value for value in vars(jflash.masks).values() if isinstance(value, type) and issubclass(value, Mask)}
+    assert public - {Mask, And, Or} == set(PATTERNS)
+
+
+@settings(PROPERTY, max_examples=400)
+@given(posed(lambda sizes: trees(patterns(sizes))))
+def test_sound(case):
+    assert_sound(kinds_of(case), truth(case))
+
+
+@pytest.mark.parametrize("pattern", [Full, Causal, SlidingWindow, Lengths, Dense])
+def test_exact(pattern):
+    """What a single pattern with spans says of a tile is all there is to say, and so is the minimum of booleans."""
+
+    @settings(PROPERTY, max_examples=100)
+    @given(posed(PATTERNS[pattern]))
+    def check(case):
+        assert (kinds_of(case) == truth(case).kinds).all()
+
+    check()
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(segments))
+def test_segments_are_full_exactly(case):
+    # All pairs of a tile attend only if all ids are one id, and then smallest and largest are equal.
+    assert ((kinds_of(case) == FULL) == truth(case).every).all()
+
+
+@st.composite
+def documents(draw: Callable, sizes: Sizes) -> Mask:
+    """Packed documents, one after the other with ascending ids; the queries are the last of the tokens, or all."""
+    length = max(sizes.T, sizes.S)
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=length))
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.concatenate([ids, np.full(max(0, length - len(ids)), len(lengths))])[:length]
+    return Segments(ids[-sizes.T :], ids[-sizes.S :])
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(documents))
+def test_documents_are_exact(case):
+    # Without a gap in the ids two ranges that overlap share an id. See `test_where_the_proof_gives_away` for the rest.
+    assert (kinds_of(case) == truth(case).kinds).all()
+
+
+exact_patterns = [make for pattern, make in PATTERNS.items() if pattern is not Segments]
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in exact_patterns)), (And,))))
+def test_an_and_is_full_exactly(case):
+    assert ((kinds_of(case) == FULL) == truth(case).every).all()
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in exact_patterns)), (Or,))))
+def test_an_or_is_empty_exactly(case):
+    assert ((kinds_of(case) == EMPTY) == ~truth(case).some).all()
+
+
+def test_where_the_proof_gives_away():
+    """PARTIAL where the truth is EMPTY or FULL costs time only. These are the ways it happens."""
+
+    def kind(mask: Mask, T: int = 4, S: int = 4) -> int:
+        (found,) = TileMap(mask=mask.bind(B=1, N=1, T=T, S=S), T=T, S=S, block_q=T, block_k=S).kinds().ravel()
+        return found
+
+    # Ids are summed up as a range, which holds numbers between them that are nobody's id.
+    assert kind(Segments(np.array([1, 3, 1, 3]), np.array([2, 2, 2, 2]))) == PARTIAL
+    # The only id in common is that of padding.
+    assert kind(Segments(np.array([1, 1, 0, 0]), np.array([0, 0, -1, -1]), padding_id=0)) == PARTIAL
+    # Two masks, each with a pair in the tile, but none in common; as spans too: k <= q and k >= q + 1.
+    assert kind(Dense(np.eye(4, dtype=bool)) & Dense(~np.eye(4, dtype=bool))) == PARTIAL
+    assert kind(Causal() & SlidingWindow(0, None, offset=1)) == PARTIAL
+    # Two masks, neither true of all pairs of the tile, but together.
+    assert kind(Causal() | SlidingWindow(0, None, offset=1)) == PARTIAL
+    # Spans do better than the minimum of their kinds where the hulls themselves part: keys up to 3, keys from 6.
+    parted = Lengths(kv=4) & SlidingWindow(0, None, offset=6)
+    assert kind(parted, S=10) == EMPTY
+    assert min(kind(part, S=10) for part in parted.masks) == PARTIAL
+
+
+with_spans = [make for pattern, make in PATTERNS.items() if pattern.has_spans]
+
+
+@settings(PROPERTY, max_examples=250)
+@given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in with_spans)), (And,))))
+def test_runs_are_the_kinds(case):
+    tile_map = case.tile_map
+    assert tile_map.form == "runs"
+    kinds = kinds_of(case)
+    for b in range(case.sizes.B):
+        values = row_values(case.mask, b)
+        rows = [tile_map.run(row, *values) for row in range(tile_map.rows)]
+        assert (np.array([kinds_of_run(run, tile_map.columns) for run in rows]) == kinds[b]).all()
+        # Of all rows at once.
+        runs = tile_map.run(np.arange(tile_map.rows, dtype=np.int32), *values)
+        assert (kinds_of_run(runs, tile_map.columns) == kinds[b]).all()
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(lambda sizes: trees(patterns(sizes))))
+def test_form_follows_from_the_spans(case):
+    def has_spans(mask: Mask) -> bool:
+        match mask:
+            case And():
+                return all(map(has_spans, mask.masks))
+            case Full() | Causal() | SlidingWindow() | Lengths():
+                return True
+            case _:
+                return False
+
+    assert case.mask.has_spans == has_spans(case.mask)
+    assert case.tile_map.form == ("runs" if has_spans(case.mask) else "lists")
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(lambda sizes: trees(patterns(sizes))))
+def test_lists_are_the_kinds(case):
+    kinds, lists = np.asarray(case.tile_map.kinds()), case.tile_map.lists()
+    columns = kinds.shape[3]
+    assert lists.count.shape == kinds.shape[:3]
+    assert lists.column.shape == lists.kind.shape == kinds.shape
+    for b, n, row in np.ndindex(kinds.shape[:3]):
+        count, column, kind = (array[b, n, row] for array in lists)
+        visited = [j for j in range(columns) if kinds[b, n, row, j] != EMPTY]
+        assert count == len(visited)
+        assert column[:count].tolist() == visited
+        assert sorted(column.tolist()) == list(range(columns))
+        assert kind.tolist() == kinds[b, n, row, column].tolist()
+
+
+@settings(PROPERTY, max_examples=150)
+@given(posed(lambda sizes: trees(patterns(sizes))))
+def test_the_union_is_sound_for_every_batch_row_and_head(case):
+    kinds, true = kinds_of(case), truth(case)
+    one = union(case.tile_map.kinds())
+    assert one.shape == (case.tile_map.rows, case.tile_map.columns)
+    assert one.dtype == np.int8
+    assert_sound(np.broadcast_to(one, kinds.shape), true)
+    # And no further off than it must be.
+    alike = (kinds == kinds[:1, :1]).all((0, 1))
+    assert (one == np.where(alike, kinds[0, 0], PARTIAL)).all()
+
+
+# Each example compiles, so few are tried, and none is made smaller.
+COMPILED = settings(PROPERTY, max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+@COMPILED
+@given(posed(lambda sizes: trees(patterns(sizes), depth=1)), st.integers(0, 7))
+def test_traced_is_as_in_numpy(case, known):
+    """Kinds, lists and union do not depend on which arrays are traced, and where none is they are known in numpy."""
+    leaves, tree = jax.tree.flatten(case.mask)
+    is_known = [bool(known >> index % 3 & 1) for index in range(len(leaves))]
+    traced = [None if is_known else leaf for leaf, is_known in zip(leaves, is_known)]
+
+    @jax.jit
+    def on_device(traced: list) -> Any:
+        own = [leaf if is_known else other for leaf, is_known, other in zip(leaves, is_known, traced)]
+        tile_map = dataclasses.replace(case.tile_map, mask=jax.tree.unflatten(tree, own))
+        found = tile_map.kinds(), tile_map.lists(), union(tile_map.kinds())
+        assert not all(is_known) or all(isinstance(array, np.ndarray) for array in jax.tree.leaves(found))
+        return found
+
+    kinds, lists, one = on_device(traced)
+    assert kinds.dtype == np.int8
+    assert (kinds == case.tile_map.kinds()).all()
+    assert all((traced == in_numpy).all() for traced, in_numpy in zip(lists, case.tile_map.lists()))
+    assert (one == union(case.tile_map.kinds())).all()
+
+
+@COMPILED
+@given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in with_spans)), (And,), depth=2)))
+def test_run_takes_a_traced_row(case):
+    tile_map, kinds = case.tile_map, kinds_of(case)
+    run = jax.jit(tile_map.run)
+    for b in {0, case.sizes.B - 1}:
+        values = row_values(case.mask, b)
+        for row in {0, tile_map.rows // 2, tile_map.rows - 1}:
+            assert (kinds_of_run(run(np.int32(row), *values), tile_map.columns) == kinds[b, 0, row]).all()
+
+
+# Schedules by hand ----------------------------------------------------------------------------------------------------
+
+
+def tiles(mask: Mask, *, T: int, S: int, block_q: int = 4, block_k: int = 4, B: int = 1, **options: bool) -> TileMap:
+    return TileMap(mask=mask.bind(B=B, N=1, T=T, S=S), T=T, S=S, block_q=block_q, block_k=block_k, **options)
+
+
+def schedule(tile_map: TileMap, b: int = 0) -> list[str]:
+    """The columns that each row visits in turn, as in "0f 1p": column 0 is FULL, column 1 PARTIAL."""
+    count, column, kind = (np.asarray(array)[b, 0] for array in tile_map.lists())
+    rows = [zip(column[row][: count[row]], kind[row]) for row in range(tile_map.rows)]
+    return [" ".join(f"{j}{'-pf'[kind]}" for j, kind in row) for row in rows]
+
+
+def run_schedule(tile_map: TileMap, b: int = 0) -> list[str]:
+    """The same from `run`."""
+    rows = [tile_map.run(row, *row_values(tile_map.mask, b)) for row in range(tile_map.rows)]
+    return [
+        " ".join(f"{j}{'f' if run.full_start <= j < run.full_stop else 'p'}" for j in range(run.start, run.stop))
+        for run in rows
+    ]
+
+
+DOCUMENTS = Segments(np.array([7, 7, 7, 7, 7, 7, 8, 8, 9, 9, 9, 9, 9, 9, 9, 9]))
+PADDED = Segments(np.array([3, 3, 3, 3, 0, 0, 0, 0]), np.array([0, 3, 3, 3, 3, 3, 3, 3, 0, 0, 0, 0]), padding_id=0)
+
+
+@pytest.mark.parametrize(
+    ("tile_map", "wanted"),
+    [
+        (tiles(Full(), T=8, S=12), ["0f 1f 2f", "0f 1f 2f"]),
+        (tiles(Causal(), T=16, S=16), ["0p", "0f 1p", "0f 1f 2p", "0f 1f 2f 3p"]),
+        (tiles(Causal(), T=16, S=16, transpose=True), ["0p 1f 2f 3f", "1p 2f 3f", "2p 3f", "3p"]),
+        # A tile that is twice as wide as it is high.
+        (tiles(Causal(), T=16, S=16, block_k=8), ["0p", "0p", "0f 1p", "0f 1p"]),
+        (tiles(Causal(), T=16, S=16, block_k=8, transpose=True), ["0p 1p 2f 3f", "2p 3p"]),
+        # Tiles that stick out are never FULL.
+        (tiles(Causal(), T=10, S=10), ["0p", "0f 1p", "0p 1p 2p"]),
+        (tiles(Causal(), T=10, S=10, transpose=True), ["0p 1f 2p", "1p 2p", "2p"]),
+        (tiles(Full(), T=6, S=9), ["0f 1f 2p", "0p 1p 2p"]),
+        # Aligned at the ends; and queries before the first key they could see.
+        (tiles(Causal(offset=8), T=4, S=12), ["0f 1f 2p"]),
+        (tiles(Causal(offset=-8), T=16, S=8), ["", "", "0p", "0f 1p"]),
+        (tiles(Causal(offset=-8), T=16, S=8, transpose=True), ["2p 3f", "3p"]),
+        # Keys 4i - 8 to 4i + 3 are seen by some query of tile i, keys 4i - 5 to 4i by all.
+        (tiles(SlidingWindow(8, 0), T=20, S=20), ["0p", "0f 1p", "0p 1f 2p", "1p 2f 3p", "2p 3f 4p"]),
+        (
+            tiles(SlidingWindow(8, 0), T=20, S=20, transpose=True),
+            ["0p 1f 2p", "1p 2f 3p", "2p 3f 4p", "3p 4f", "4p"],
+        ),
+        (tiles(SlidingWindow(3, 3), T=12, S=12), ["0f 1p", "0p 1f 2p", "1p 2f"]),
+        (tiles(SlidingWindow(0, None), T=12, S=8), ["0p 1f", "1p", ""]),
+        # Query 4 would see key 7, the first that is not there.
+        (tiles(SlidingWindow(0, 0, offset=3), T=9, S=7), ["0p 1p", "", ""]),
+        (tiles(Causal() & SlidingWindow(None, None) & Lengths(kv=5), T=12, S=12), ["0p", "0f 1p", "0f 1p"]),
+        # Documents of 6, 2 and 8 tokens.
+        (tiles(DOCUMENTS, T=16, S=16), ["0f 1p", "0p 1p", "2f 3f", "2f 3f"]),
+        (tiles(DOCUMENTS & Causal(), T=16, S=16), ["0p", "0p 1p", "2p", "2f 3p"]),
+        (tiles(DOCUMENTS & Causal(), T=16, S=16, transpose=True), ["0p 1p", "1p", "2p 3f", "3p"]),
+        # Tiles of padding alone, on either side, are EMPTY though their ids are equal.
+        (tiles(PADDED, T=8, S=12), ["0p 1f", ""]),
+        (tiles(PADDED, T=8, S=12, transpose=True), ["0p", "0f", ""]),
+        # A prefix of four keys that all see.
+        (tiles(Causal() | Lengths(kv=4), T=12, S=12), ["0f", "0f 1p", "0f 1f 2p"]),
+    ],
+    ids=lambda value: repr(value.mask) if isinstance(value, TileMap) else "",
+)
+def test_schedule(tile_map, wanted):
+    assert schedule(tile_map) == wanted
+    if tile_map.form == "runs":
+        assert run_schedule(tile_map) == wanted
+
+
+def test_schedule_of_ragged_lengths():
+    mask = Lengths(q=np.array([5, 8, 3]), kv=np.array([9, 0, 12]))
+    wanted = [["0f 1f 2p", "0p 1p 2p"], ["", ""], ["0p 1p 2p", ""]]
+    transposed = [["0f 1p", "0f 1p", "0p 1p"], ["", "", ""], ["0p", "0p", "0p"]]
+    for b in range(3):
+        for find in (schedule, run_schedule):
+            assert find(tiles(mask, T=8, S=12, B=3), b) == wanted[b]
+            assert find(tiles(mask, T=8, S=12, B=3, transpose=True), b) == transposed[b]
+
+
+def test_schedule_of_an_offset_per_batch_row():
+    mask = SlidingWindow(3, 0, offset=np.array([0, 8, -4]))
+    wanted = [["0p", "0p 1p", "1p 2p"], ["1p 2p", "2p", ""], ["", "0p", "0p 1p"]]
+    for b in range(3):
+        for find in (schedule, run_schedule):
+            assert find(tiles(mask, T=12, S=12, B=3), b) == wanted[b]
+
+
+def test_the_union_of_a_batch():
+    kinds = tiles(Lengths(kv=np.array([4, 10, 8])), T=4, S=16, B=3).kinds()
+    assert kinds[:, 0, 0].tolist() == [
+        [FULL, EMPTY, EMPTY, EMPTY],
+        [FULL, FULL, PARTIAL, EMPTY],
+        [FULL, FULL, EMPTY, EMPTY],
+    ]
+    assert union(kinds).tolist() == [[FULL, PARTIAL, PARTIAL, EMPTY]]
+
+
+def test_lists_of_any_kinds():
+    lists = lists_of(np.array([[1, 0, 2, 0], [0, 0, 0, 0], [2, 2, 1, 1]], np.int8))
+    assert lists.count.tolist() == [2, 0, 4]
+    assert lists.column.tolist() == [[0, 2, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert lists.kind.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [2, 2, 1, 1]]
+
+
+# Work and memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [64, 256])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_work_is_that_of_the_visited_tiles(count, transpose):
+    """Of `count` rows of tiles a window visits a few each, causal half of them, documents their own."""
+
+    def visited(mask: Mask) -> tuple[int, int]:
+        """The number of tiles that are visited, and of those that are evaluated."""
+        options = {"T": 128 * count, "S": 128 * count, "block_q": 128, "block_k": 128, "transpose": transpose}
+        kinds = tiles(mask, **options).kinds()
+        return int((kinds != EMPTY).sum()), int((kinds == PARTIAL).sum())
+
+    # The two tiles before one's own, which the first and the second row lack; only the one in between is FULL.
+    assert visited(SlidingWindow(256, 0)) == (3 * count - 3, 2 * count - 2)
+    assert visited(Causal()) == (count * (count + 1) // 2, count)
+    documents = Segments(np.arange(128 * count) // 1024)
+    assert visited(documents) == (8 * count, 0)
+    assert visited(documents & Causal()) == (count // 8 * 36, count)
+
+
+def array_sizes(text: str) -> set[int]:
+    """The number of elements of each array in the text of a compiled program, as in `s32[1,1024]`."""
+    return {math.prod(map(int, found.split(","))) for found in re.findall(r"\b[a-z]+\d*\[(\d+(?:,\d+)*)\]", text)}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("ask", [TileMap.kinds, TileMap.lists], ids=["kinds", "lists"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids, offset: Segments(ids, padding_id=0),
+        lambda ids, offset: (Segments(ids) | Lengths(kv=offset)) & Causal(offset=offset),
+    ],
+    ids=["documents", "tree"],
+)
+def test_memory_is_that_of_the_tiles(make, ask, transpose):
+    T, block = 131072, 128
+    number = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32)
+    mask = make(number((1, T)), number((1,))).bind(B=1, N=1, T=T, S=T)
+    options = {"T": T, "S": T, "block_q": block, "block_k": block, "transpose": transpose}
+
+    compiled = jax.jit(lambda mask: ask(TileMap(mask=mask, **options))).lower(mask).compile()
+    tile_count = (T // block) ** 2
+    found = array_sizes(compiled.as_text())
+    assert tile_count in found and T in found, "the text is not read rightly"
+    # A pair of indices for each tile is the largest that a gather makes.
+    assert max(found) <= 2 * tile_count
+    # One byte for each pair would be 16384 for each tile. 4.2 (lists) and 0.05 (kinds) on a CPU, JAX 0.11.2.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 * tile_count
+
+
+def test_a_run_reads_no_memory():
+    """Its arithmetic is that of numbers: no array is made, whatever the number of tiles."""
+    mask = Causal(offset=np.array([3])) & Lengths(q=np.array([7]), kv=np.array([9])) & SlidingWindow(5, 6)
+    tile_map = tiles(mask, T=2**20, S=2**20)
+    jaxpr = jax.make_jaxpr(tile_map.run)(np.int32(0), *row_values(tile_map.mask, 0))
+    assert len(jaxpr.eqns) > 10 and not jaxpr.consts
+    assert {variable.aval.shape for equation in jaxpr.eqns for variable in equation.outvars} == {()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [
+        (Full(), "square"),
+        (Causal(), "lower"),
+        (Causal(offset=2**29), "square"),
+        (Causal(offset=-(2**29)), "nothing"),
+        (SlidingWindow(None, 0), "lower"),
+        (SlidingWindow(2**29, 2**29), "square"),
+        (SlidingWindow(2**29, 2**29, offset=-(2**29)), "lower"),
+        (SlidingWindow(0, None), "upper"),
+        (SlidingWindow(2**29, 0, offset=2**29), "upper"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_longest_problem_stays_inside_int32(mask, shape, transpose):
+    """Indices, offsets and distances at their limits: 512 x 512 tiles, the last of which stick out by one."""
+    T, block = 2**29 - 1, 2**20
+    square = np.full((512, 512), FULL)
+    diagonal = np.eye(512, dtype=int)
+    wanted = {
+        "square": square,
+        "lower": np.tril(square) - diagonal,
+        "upper": np.triu(square) - diagonal,
+        "nothing": square * EMPTY,
+    }[shape]
+    ragged = np.where((np.arange(512) == 511)[:, None] | (np.arange(512) == 511), np.minimum(wanted, PARTIAL), wanted)
+    tile_map = tiles(mask, T=T, S=T, block_q=block, block_k=block, transpose=transpose)
+    wanted = ragged.T if transpose else ragged
+    assert (tile_map.kinds()[0, 0] == wanted).all()
+    rows = np.arange(512, dtype=np.int32)
+    assert (kinds_of_run(jax.jit(tile_map.run)(rows), tile_map.columns) == wanted).all()
+
+    index = jnp.array([0, 1, T - 2, T - 1], jnp.int32)
+    corners = {
+        "square": np.ones((4, 4)),
+        "lower": np.tri(4),
+        "upper": np.tri(4).T,
+        "nothing": np.zeros((4, 4)),
+    }[shape]
+    assert (np.asarray(mask.allowed(index[:, None], index)) == corners).all()

@@ -1,0 +1,120 @@
+"""A kernel of a few lines, for what is around kernels: custom_vjp, the vmap rule, the partition rule, the registry.
+
+It is dense, one program per batch row and head, but it is a real `pallas_call` (interpreted on the CPU), streams what the
+mask declares by axis, and evaluates the mask inside. `launches` counts how often each of its kernels is traced.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jflash.backends.protocol import Backend, Gradients, Operands
+from jflash.hardware import Hardware
+from jflash.numerics.online_softmax import Attended
+from jflash.numerics.varying import result_struct
+from jflash.problem import Problem
+
+launches: collections.Counter[str] = collections.Counter()
+
+
+def supports(problem: Problem, hardware: Hardware) -> str | None:
+    if problem.bias is not None:
+        return "the toy kernel has no gradient of a bias"
+    if problem.dtype.itemsize > 4:
+        return f"the toy kernel computes in float32, the inputs are {problem.dtype}"
+    return None
+
+
+def _spec(shape, axes, group):
+    """One program's block of an array: its own batch row and head, all of the other axes. Size 1 broadcasts."""
+    block = tuple(1 if axis in "BNK" else size for axis, size in zip(axes, shape))
+    position = {"B": lambda b, n: b, "N": lambda b, n: n, "K": lambda b, n: n // group}
+
+    def index(b, n):
+        return tuple(position[a](b, n) if a in position and size > 1 else 0 for a, size in zip(axes, shape))
+
+    return pl.BlockSpec(block, index)
+
+
+def _call(name, kernel, problem, operands, extra, extra_axes, results):
+    launches[name] += 1
+    values = operands.mask.values()
+    arrays = (*operands[:3], *(value.expanded() for value in values), *extra)
+    axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), *extra_axes)
+    return pl.pallas_call(
+        functools.partial(kernel, problem, operands.mask, len(values)),
+        grid=(problem.B, problem.N),
+        in_specs=[_spec(array.shape, own, problem.group) for array, own in zip(arrays, axes)],
+        out_specs=[_spec(shape, own, 1) for shape, own in results],
+        out_shape=[result_struct(shape, jnp.float32, arrays) for shape, _ in results],
+        interpret=True,
+        name=name,
+    )(*arrays)
+
+
+def _probabilities(problem, mask, refs):
+    q_ref, k_ref, v_ref, *value_refs = refs
+    q, k, v = (ref[0, :, 0, :].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
+    t = jax.lax.broadcasted_iota(jnp.int32, (problem.T, problem.S), 0)
+    s = jax.lax.broadcasted_iota(jnp.int32, (problem.T, problem.S), 1)
+    allowed = mask.evaluate(t, s, *(ref[0, 0] for ref in value_refs))
+    q = jnp.where(allowed.any(1)[:, None], q, 0)
+    live_key = allowed.any(0)[:, None]
+    k, v = jnp.where(live_key, k, 0), jnp.where(live_key, v, 0)
+    score = jnp.dot(q, k.T, precision="highest") * problem.scale
+    if problem.softcap is not None:
+        score = problem.softcap * jnp.tanh(score / problem.softcap)
+    return q, k, v, jnp.where(allowed, score, -jnp.inf)
+
+
+def _forward_kernel(problem, mask, count, *refs):
+    _, _, v, score = _probabilities(problem, mask, refs[: 3 + count])
+    out_ref, lse_ref = refs[3 + count :]
+    top = score.max(1)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    p = jnp.exp(score - top[:, None])
+    total = p.sum(1)
+    dead = total == 0
+    total = jnp.where(dead, 1, total)
+    out_ref[0, :, 0, :] = jnp.dot(p / total[:, None], v, precision="highest")
+    lse_ref[0, 0, :] = jnp.where(dead, -jnp.inf, top + jnp.log(total))
+
+
+def _backward_kernel(problem, mask, count, *refs):
+    q, k, v, score = _probabilities(problem, mask, refs[: 3 + count])
+    lse_ref, d_out_ref, delta_ref, dq_ref, dk_ref, dv_ref = refs[3 + count :]
+    lse = lse_ref[0, 0, :]
+    dead = lse == -jnp.inf
+    p = jnp.exp(score - jnp.where(dead, 0, lse)[:, None])
+    d_out = jnp.where(dead[:, None], 0, d_out_ref[0, :, 0, :].astype(jnp.float32))
+    delta = jnp.where(dead, 0, delta_ref[0, 0, :])
+    dp = jnp.dot(d_out, v.T, precision="highest")
+    ds = p * (dp - delta[:, None]) * problem.scale
+    if problem.softcap is not None:
+        ds = ds * (1 - jnp.square(jnp.where(score == -jnp.inf, 0, score) / problem.softcap))
+    dq_ref[0, :, 0, :] = jnp.dot(ds, k, precision="highest")
+    dk_ref[0, :, 0, :] = jnp.dot(ds.T, q, precision="highest")
+    dv_ref[0, :, 0, :] = jnp.dot(p.T, d_out, precision="highest")
+
+
+def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
+    B, T, N, Hv = problem.B, problem.T, problem.N, problem.Hv
+    results = [((B, T, N, Hv), "BTND"), ((B, N, T), "BNT")]
+    out, lse = _call("toy_forward", _forward_kernel, problem, operands, (), (), results)
+    return Attended(out.astype(problem.dtype), lse)
+
+
+def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, delta) -> Gradients:
+    B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
+    # Each program writes the share of its query head; the group is summed in float32.
+    results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]
+    extra = (lse, d_out, delta)
+    dq, dk, dv = _call("toy_backward", _backward_kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
+    dk, dv = (x.reshape(B, S, K, problem.group, -1).sum(3) for x in (dk, dv))
+    return Gradients(*(x.astype(problem.dtype) for x in (dq, dk, dv)))
+
+
+BACKEND = Backend(name="toy", supports=supports, forward=_forward, backward=_backward)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.backends import registry
-from jflash.backends.protocol import Operands, flatten, problem_of
+from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, UnsupportedError
 from jflash.hardware import Hardware, named, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
@@ -18,7 +18,7 @@ from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype
 from jflash.options import current_options
 from jflash.parallel.partition import over_explicit_mesh
-from jflash.plan import Explanation, Plan, check_backend_name, choose, explain_plan
+from jflash.plan import Explanation, check_backend_name, choose, explain_plan
 from jflash.problem import Problem, check_arrays, check_bias, real
 from jflash.vjp import kernel_attention
 
@@ -132,7 +132,8 @@ def flash_attention_with_lse(
     is_batched = len(q.shape) == 4
     q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
     bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
-    attended = _attend(problem, plan, Operands(q, k, v, bias, bound_mask))
+    operands = Operands(q, k, v, bias, bound_mask)
+    attended = _attend(problem, registry.get(plan.backend), plan.tiles, operands)
     return attended if is_batched else Attended(*(array[0] for array in attended))
 
 
@@ -229,23 +230,25 @@ def dot_product_attention(
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(problem: Problem, plan: Plan, operands: Operands) -> Attended:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) -> Attended:
     """The call itself: jitted, so that a second call of the same problem traces nothing."""
     if problem.is_empty:
         out = jnp.zeros((problem.B, problem.T, problem.N, problem.Hv), problem.dtype)
         lse = jnp.full((problem.B, problem.N, problem.T), -jnp.inf, compute_dtype(problem.dtype))
         return Attended(out, lse)
-    backend = registry.get(plan.backend)
     arrays, axes, unflatten = flatten(operands)
 
     def on_device(*arrays: Array) -> Attended:
         own = unflatten(*arrays)
         if backend.backward is None:
-            return backend.forward(problem_of(problem, own), plan.tiles, own)
-        return kernel_attention(backend, problem, plan.tiles, own)
+            return backend.forward(problem_of(problem, own), tiles, own)
+        return kernel_attention(backend, problem, tiles, own)
 
-    return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=("BTND", "BNT")))
+    # JAX cannot check kernels under interpretation (0.11.2, 0.12.0: "dynamic_slice requires varying manual axes to match").
+    check_vma = backend.backward is None
+    result_axes = ("BTND", "BNT")
+    return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma))
 
 
 def _hardware(name: str | None) -> Hardware:
@@ -277,7 +280,9 @@ def _pose(
             raise ArgumentError(name, found=repr(flag), wanted="True or False")
     if causal and T != S:
         hint = f"Give mask=Causal() for query t to see keys up to t, or mask=Causal(offset={S - T}) to align the ends."
-        raise ShapeError("causal", found=f"T={T}, S={S}", wanted="equal lengths, where only one diagonal is meant", hint=hint)
+        raise ShapeError(
+            "causal", found=f"T={T}, S={S}", wanted="equal lengths, where only one diagonal is meant", hint=hint
+        )
     masks = [_checked_mask(mask)] if mask is not None else []
     masks += [Causal()] if causal else []
     masks += [_window(window, "window")] if window is not None else []

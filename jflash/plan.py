@@ -74,7 +74,11 @@ def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto",
     for name in registry.names():
         if name not in order:
             reason = _refusal(registry.get(name), problem, hardware, tiles)
-            unasked = 'runs only where asked for by name, "auto" never takes it' if backend == "auto" else "another was asked for"
+            unasked = (
+                'runs only where asked for by name, "auto" never takes it'
+                if backend == "auto"
+                else "another was asked for"
+            )
             refusals[name] = reason or unasked
     return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals)
 

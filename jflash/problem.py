@@ -102,7 +102,9 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
     (*batch, T, N, H), (*k_batch, S, K, k_H), (*v_batch, v_S, v_K, Hv) = q.shape, k.shape, v.shape
     for name, found, wanted in (("k", k_batch, batch), ("v", v_batch, batch)):
         if found != wanted:
-            raise ShapeError(name, found=f"B={found[0]} in shape {arrays[name].shape}", wanted=f"B={wanted[0]}, as `q` has")
+            raise ShapeError(
+                name, found=f"B={found[0]} in shape {arrays[name].shape}", wanted=f"B={wanted[0]}, as `q` has"
+            )
     if k_H != H:
         raise ShapeError("k", found=f"H={k_H} in shape {k.shape}", wanted=f"H={H}, as `q` has")
     if (v_S, v_K) != (S, K):
@@ -127,7 +129,9 @@ def real(name: str, value: Any, *, positive: bool = False) -> float:
     wanted = "a finite " + ("positive " if positive else "") + "Python number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = f"`{name}` is part of the compiled program; a traced factor can multiply `q` instead."
-        raise ArgumentError(name, found=type(value).__name__, wanted=wanted, hint=hint if isinstance(value, jax.Array) else "")
+        raise ArgumentError(
+            name, found=type(value).__name__, wanted=wanted, hint=hint if isinstance(value, jax.Array) else ""
+        )
     if not math.isfinite(value) or (positive and value <= 0):
         raise ArgumentError(name, found=repr(value), wanted=wanted)
     return float(value)
@@ -146,7 +150,9 @@ def check_bias(bias: Any, *, B: int, N: int, T: int, S: int) -> tuple[int, ...]:
         hint = "A boolean mask goes into `mask=jflash.masks.Dense(...)`." if bias.dtype == np.bool_ else ""
         raise DtypeError("bias", found=f"dtype {bias.dtype}", wanted="floating point", hint=hint)
     if bias.dtype == np.float64 and not jax.config.jax_enable_x64:
-        raise DtypeError("bias", found="dtype float64", wanted="a dtype that JAX has with x64 off", hint="Cast to float32.")
+        raise DtypeError(
+            "bias", found="dtype float64", wanted="a dtype that JAX has with x64 off", hint="Cast to float32."
+        )
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if len(shape) != 4 or any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
         wanted = f"broadcastable to (B, N, T, S) = {(B, N, T, S)}"

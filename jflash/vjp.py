@@ -79,7 +79,13 @@ def _batched_and_partitioned(
     @batched.def_vmap
     def fold(size: int, is_mapped: list[bool], *arrays: Array):
         B = arrays[0].shape[1] if is_mapped[0] else arrays[0].shape[0]
-        results = batched(*(_fold_into_batch(array, mapped, size, B) for array, mapped in zip(arrays, is_mapped)))
+        # Bias and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row.
+        may_broadcast = [3 <= position < len(axes) for position in range(len(arrays))]
+        folded = (
+            array if not mapped and may and array.shape[0] == 1 else _fold_into_batch(array, mapped, size, B)
+            for array, mapped, may in zip(arrays, is_mapped, may_broadcast)
+        )
+        results = batched(*folded)
         unfolded = tuple(result.reshape(size, B, *result.shape[1:]) for result in results)
         return unfolded, (True,) * len(unfolded)
 
@@ -87,10 +93,8 @@ def _batched_and_partitioned(
 
 
 def _fold_into_batch(array: Array, is_mapped: bool, size: int, B: int) -> Array:
-    """(size, B or 1, ...) or, where not mapped, (B or 1, ...), as (size * B, ...) or, where it broadcasts, (1, ...)."""
+    """(size, B or 1, ...) or, where not mapped, (B or 1, ...), as (size * B, ...)."""
     if not is_mapped:
-        if array.shape[0] == 1:
-            return array
         array = array[None]
     rest = array.shape[2:]
     return jnp.broadcast_to(array, (size, B, *rest)).reshape(size * B, *rest)

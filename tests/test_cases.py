@@ -2,6 +2,8 @@
 
 The oracle is the reference in float64 with the mask written out by hand as an array, or the literal right answer. That
 the reference itself is the formula is the first test. Lengths and tiles are chosen so that several tiles are crossed.
+Nearly all of the time goes into compiling, so tests share shapes and masks where they can, sweeps over shapes run on
+the backend that has tiles, and their widest parts are marked slow.
 """
 
 import functools
@@ -12,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
-    QUICK_COMPILE,
     Case,
     Passes,
     assert_close,
     assert_right,
     assert_same_bits,
     drawn,
+    forward,
     passes,
     random_case,
     tolerance,
@@ -36,6 +38,16 @@ XLA_SMALL = {"backend": "xla", "tiles": XlaTiles(block_q=3, block_k=4)}
 every_path = pytest.mark.parametrize("path", [REFERENCE, XLA], ids=["reference", "xla"])
 every_small_path = pytest.mark.parametrize("path", [REFERENCE, XLA_SMALL], ids=["reference", "xla"])
 
+
+# Packed documents of ten tokens.
+PACKED = {"B": 2, "T": 10, "S": 10, "N": 4, "K": 2, "H": 8, "Hv": 5}
+
+
+def slow(*values):
+    """Values of a wide sweep, all but the first few of which only CI runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # Three by three tiles of XLA, the last of each row and column ragged; all dimensions distinct.
 DIMS = {"B": 2, "T": 37, "S": 70, "N": 6, "K": 3, "H": 16, "Hv": 10}
 
@@ -45,7 +57,7 @@ def pairs(T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(T)[:, None], np.arange(S)[None, :]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=QUICK_COMPILE)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _uniform(mask, T, S, arguments):
     B = max([1, *(leaf.shape[0] for leaf in jax.tree.leaves(mask) if leaf.ndim)])
     values = jnp.broadcast_to(jnp.eye(S)[None, :, None, :], (B, S, 1, S))
@@ -104,7 +116,12 @@ def test_the_oracle_is_the_formula():
     for index, gradient in enumerate((wanted.dq, wanted.dk, wanted.dv, wanted.dbias)):
         direction = np.random.default_rng(index).standard_normal(gradient.shape)
         ends = [
-            loss(*(array + sign * step * direction if position == index else array for position, array in enumerate(arrays)))
+            loss(
+                *(
+                    array + sign * step * direction if position == index else array
+                    for position, array in enumerate(arrays)
+                )
+            )
             for sign in (1, -1)
         ]
         assert_close(np.sum(gradient * direction), (ends[0] - ends[1]) / (2 * step), atol=1e-7)
@@ -113,29 +130,26 @@ def test_the_oracle_is_the_formula():
 # 1. Masked rows, NaN, Inf, overflow -----------------------------------------------------------------------------------
 
 
-def rows_dead_by(how: str) -> tuple[np.ndarray, object, tuple | None]:
-    """(allowed, mask, arguments that are arrays) of rows 4 to 20 of batch row 0, and all of batch row 1, dead."""
+def rows_dead_by(how: str) -> tuple[np.ndarray, object, np.ndarray | None]:
+    """Allowed pairs, mask and bias under which rows 4 to 20 of batch row 0, and all of batch row 1, see nothing."""
     B, T, S = DIMS["B"], DIMS["T"], DIMS["S"]
     dead = np.zeros((B, 1, T, 1), bool)
     dead[0, :, 4:21], dead[1] = True, True
     allowed = np.broadcast_to(~dead, (B, 1, T, S))
-    q_ids = np.where(dead[:, 0, :, 0], 9, 1)
-    masks = {
-        "dense": Dense(allowed.copy()),
-        "foreign_segment": Segments(q_ids, np.ones((B, S), int)),
-        "padding_segment": Segments(q_ids, np.ones((B, S), int), padding_id=9),
-        "bias": Full(),
-    }
-    return allowed, masks[how], np.where(allowed, 0, -np.inf).astype(np.float32) if how == "bias" else None
+    if how == "bias":
+        return allowed, Full(), np.where(allowed, 0, -np.inf).astype(np.float32)
+    if how == "dense":
+        return allowed, Dense(allowed.copy()), None
+    return allowed, Segments(np.where(dead[:, 0, :, 0], 0, 1), np.ones((B, S), int), padding_id=0), None
 
 
 @every_path
-@pytest.mark.parametrize("how", ["dense", "foreign_segment", "padding_segment", "bias"])
+@pytest.mark.parametrize("how", ["dense", "padding_segment", "bias"])
 def test_b01_rows_without_keys(path, how):
     allowed, mask, bias = rows_dead_by(how)
     case = random_case(1, **DIMS)._replace(bias=bias)
     found = passes(case, mask=mask, **path)
-    wanted = truth(case, allowed=allowed)
+    wanted = truth(case._replace(bias=None if bias is None else np.zeros_like(bias)), allowed=allowed)
     assert_right(found, wanted)
     dead = ~allowed[:, 0, :, 0]
     assert (found.out[dead] == 0).all()
@@ -147,15 +161,15 @@ def test_b01_rows_without_keys(path, how):
         assert (found.dbias[np.isneginf(bias)] == 0).all()
     # What a dead row holds, and what is asked of it, changes nothing.
     other = case._replace(
-        d_out=np.where(dead[..., None, None], 3.0, case.d_out).astype(np.float32),
-        d_lse=np.where(dead[:, None], -2.0, case.d_lse).astype(np.float32),
-        q=np.where(dead[..., None, None], 50.0, case.q).astype(np.float32),
+        d_out=np.where(dead[..., None, None], np.float32(3), case.d_out),
+        d_lse=np.where(dead[:, None], np.float32(-2), case.d_lse),
+        q=np.where(dead[..., None, None], np.float32(50), case.q),
     )
     assert_same_bits(passes(other, mask=mask, **path), found)
 
 
 @every_path
-@pytest.mark.parametrize("rows", ["lengths", "window"])
+@pytest.mark.parametrize("rows", ["lengths", slow("window")])
 def test_b01_rows_without_keys_by_position(path, rows):
     T, S = DIMS["T"], DIMS["S"]
     t, s = pairs(T, S)
@@ -173,10 +187,9 @@ def test_b01_rows_without_keys_by_position(path, rows):
 
 
 @every_path
-@pytest.mark.parametrize("S", [192, 441])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("S, dtype", [(192, "float32"), slow(441, "bfloat16")])
 def test_b02_most_negative_bias_in_the_first_tiles(path, S, dtype):
-    case = random_case(3, **DIMS | {"S": S}, dtype=dtype, bias=(1, 1, 1, S))
+    case = random_case(3, **DIMS | {"S": S}, dtype=jnp.dtype(dtype), bias=(1, 1, 1, S))
     bias = case.bias.copy()
     bias[..., :128] = np.finfo(np.float32).min
     case = case._replace(bias=bias)
@@ -224,14 +237,13 @@ def dead_keys_by(how: str) -> tuple[object, np.ndarray]:
     dead = np.zeros((B, S), bool)
     if how == "lengths":
         dead[0, 5:], dead[1, 45:] = True, True
-        return Lengths(kv=np.array([5, 45])), dead
+        return Lengths(q=np.array([T, T]), kv=np.array([5, 45])), dead
     if how == "causal":
         dead[:, T:] = True
         return Causal(), dead
     dead[0, 3:40], dead[1, :2], dead[1, 33:66] = True, True, True
     if how == "dense":
-        rng = np.random.default_rng(6)
-        allowed = ~dead[:, None, None] & (rng.random((B, 1, T, S)) < 0.7)
+        allowed = ~dead[:, None, None] & (np.random.default_rng(6).random((B, 1, T, S)) < 0.7)
         allowed[:, :, 0] = ~dead[:, None]
         return Dense(allowed), dead
     kv_ids = np.where(dead, 0, 1 + np.arange(S) % 2)
@@ -240,20 +252,19 @@ def dead_keys_by(how: str) -> tuple[object, np.ndarray]:
 
 
 @every_path
-@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
-@pytest.mark.parametrize("how", ["lengths", "causal", "dense", "padding_segment", "foreign_segment"])
-def test_b04_what_dead_keys_hold_is_never_seen(path, how, dtype):
+@pytest.mark.parametrize("how", ["lengths", "dense", "padding_segment", slow("foreign_segment"), slow("causal")])
+def test_b04_what_dead_keys_hold_is_never_seen(path, how):
     mask, dead = dead_keys_by(how)
-    case = random_case(7, **DIMS, dtype=dtype)
+    case = random_case(7, **DIMS)
 
     def filled(value):
-        fill = np.asarray(value, dtype)
-        here = dead[:, :, None, None]
+        here, fill = dead[:, :, None, None], np.float32(value)
         return passes(case._replace(k=np.where(here, fill, case.k), v=np.where(here, fill, case.v)), mask=mask, **path)
 
     clean = filled(0)
     assert (clean.dk[dead] == 0).all()
     assert (clean.dv[dead] == 0).all()
+    assert np.abs(clean.dk[~dead]).min() > 0
     for value in (np.nan, np.inf, -np.inf, 1e4):
         assert_same_bits(filled(value), clean)
 
@@ -262,11 +273,16 @@ def test_b04_what_dead_keys_hold_is_never_seen(path, how, dtype):
 def test_b04_decode_over_a_half_filled_cache(path):
     dims = {"B": 2, "T": 1, "S": 3, "N": 4, "K": 2, "H": 64, "Hv": 5}
     case = random_case(8, **dims, dtype=np.float16)
-    k, v = case.k.copy(), case.v.copy()
-    k[0, 1:], v[0, 1:] = np.nan, np.nan
-    found = passes(case._replace(k=k, v=v), mask=Lengths(kv=np.array([1, 3])), **path)
     allowed = np.arange(3) < np.array([1, 3])[:, None, None, None]
-    assert_right(found, truth(case, allowed=allowed))
+    wanted = truth(case, allowed=allowed)
+    results = []
+    for value in (0, np.nan, np.inf, 1e4):
+        k, v = case.k.copy(), case.v.copy()
+        k[0, 1:], v[0, 1:] = value, value
+        results.append(passes(case._replace(k=k, v=v), mask=Lengths(kv=np.array([1, 3])), **path))
+        assert_same_bits(results[-1], results[0])
+    found = results[0]
+    assert_right(found, wanted)
     assert (found.out[0, 0] == np.repeat(case.v[0, 0], 2, axis=0)).all()
     assert (found.dk[0, 1:] == 0).all()
     assert (found.dv[0, 1:] == 0).all()
@@ -301,26 +317,25 @@ def test_b04_what_dead_queries_hold_is_never_seen(path):
 
 @every_small_path
 def test_b05_tokens_past_the_last_document(path):
-    dims = {"B": 2, "T": 10, "S": 10, "N": 4, "K": 2, "H": 64, "Hv": 5}
     ids = np.array([[1, 1, 1, 2, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 2, 0, 0, 0]])
     slack = ids == 0
-    case = random_case(10, **dims)
+    case = random_case(10, **PACKED)
 
     def filled(value):
         q, k, v = (np.where(slack[..., None, None], np.float32(value), array) for array in case[:3])
-        return passes(case._replace(q=q, k=k, v=v), mask=Segments(ids, padding_id=0), **path)
+        return passes(case._replace(q=q, k=k, v=v), mask=Segments(ids, padding_id=0), causal=True, **path)
 
     found = filled(np.nan)
     allowed = (ids[:, None, :, None] == ids[:, None, None, :]) & ~slack[:, None, :, None]
-    assert_right(found, truth(case, allowed=allowed))
+    assert_right(found, truth(case, allowed=allowed & np.tri(10, dtype=bool)))
     for array in (found.out, found.dq, found.dk, found.dv):
         assert (array[slack] == 0).all()
     assert_same_bits(found, filled(0))
 
 
 @every_small_path
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["bfloat16", "float32"])
-def test_b07_live_logit_below_any_sentinel(path, dtype):
+def test_b07_live_logit_below_any_sentinel(path):
+    dtype = jnp.bfloat16
     q = np.full((1, 1, 1, 64), 200, dtype)
     k = np.stack([np.full((1, 1, 64), -200), np.zeros((1, 1, 64))], axis=1).astype(dtype)
     case = random_case(11, B=1, T=1, S=2, N=1, K=1, H=64, Hv=3, dtype=dtype)._replace(q=q, k=k)
@@ -332,24 +347,34 @@ def test_b07_live_logit_below_any_sentinel(path, dtype):
     assert (found.dk[0, 1] == 0).all()
 
 
-@every_small_path
-@pytest.mark.parametrize("S", [1, 5])
-def test_b09_huge_inputs(path, S):
-    huge = np.asarray(133120, jnp.bfloat16)
+def huge_case(S: int) -> Case:
     case = random_case(12, B=1, T=1, S=S, N=1, K=1, H=64, Hv=64, dtype=jnp.bfloat16)
-    case = Case(*(np.full_like(array, huge) for array in case[:3]), case.d_out, np.zeros_like(case.d_lse))
+    huge = (np.full_like(array, 133120) for array in case[:3])
+    return Case(*huge, case.d_out, np.zeros_like(case.d_lse))
+
+
+@every_small_path
+def test_b09_huge_inputs(path):
+    case = huge_case(1)
     found = passes(case, **path)
-    assert (found.out == huge).all()
-    assert_close(found.lse, np.full((1, 1, 1), 133120.0**2 * 8 + np.log(S)), atol=tolerance(np.float32, found.lse))
+    assert (found.out == 133120).all()
+    assert_close(found.lse, np.full((1, 1, 1), 133120.0**2 * 8), atol=tolerance(np.float32, found.lse))
     assert (found.dq == 0).all()
     assert (found.dk == 0).all()
-    share = np.broadcast_to(case.d_out.astype(np.float64) / S, (1, S, 1, 64))
-    assert_close(found.dv, share, atol=tolerance(jnp.bfloat16, share))
+    assert found.dv.tobytes() == case.d_out.tobytes()
+
+
+@every_small_path
+def test_b09_huge_inputs_over_several_tiles(path):
+    # Forward only: a float32 lse cannot hold 1.4e11 + log(9), from which a flash backward takes its weights.
+    found = forward(huge_case(9), **path)
+    assert (found.out == 133120).all()
+    assert np.isfinite(found.lse).all()
 
 
 @every_path
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
-def test_b10_length_one(path, dtype):
+def test_b10_length_one(path):
+    dtype = np.float16
     case = random_case(13, B=3, T=1, S=1, N=4, K=2, H=16, Hv=5)
     case = case._replace(q=3 * case.q, k=3 * case.k, v=3 * case.v).astype(dtype)
     case = case._replace(d_lse=np.zeros_like(case.d_lse))
@@ -378,18 +403,19 @@ def test_b12_float64_makes_no_infinity(path):
 # 2. Lengths, tiles, head dims, offsets --------------------------------------------------------------------------------
 
 
-@every_path
-@pytest.mark.parametrize("T, S", [(1, 1), (7, 7), (33, 33), (129, 130), (192, 160), (5, 1), (1, 97)])
-def test_b13_lengths_that_are_no_multiple_of_a_tile(path, T, S):
+@pytest.mark.parametrize(
+    "T, S", [(129, 130), slow(1, 1), slow(7, 7), slow(33, 33), slow(192, 160), slow(5, 1), slow(1, 97)]
+)
+def test_b13_lengths_that_are_no_multiple_of_a_tile(T, S):
     case = random_case(15, **DIMS | {"T": T, "S": S})
-    first = passes(case, **path)
+    first = passes(case, **XLA)
     assert_right(first, truth(case))
     for _ in range(3):
-        assert_same_bits(passes(case, **path), first)
+        assert_same_bits(passes(case, **XLA), first)
 
 
 @every_path
-@pytest.mark.parametrize("T, S", [(8, 8), (8, 9), (17, 16), (64, 65)])
+@pytest.mark.parametrize("T, S", [(17, 16), slow(8, 8), slow(8, 9), slow(64, 65)])
 def test_b14_ones(path, T, S):
     dims = {"B": 2, "T": T, "S": S, "N": 3, "K": 1, "H": 64, "Hv": 5}
     case = random_case(16, **dims)
@@ -402,19 +428,25 @@ def test_b14_ones(path, T, S):
     assert_right(found, truth(case))
 
 
-@every_path
-@pytest.mark.parametrize("T, S", [(24, 100), (100, 24)])
-def test_b15_query_and_key_lengths_differ(path, T, S):
+@pytest.mark.parametrize("T, S", [(24, 100), slow(100, 24)])
+def test_b15_query_and_key_lengths_differ(T, S):
     case = random_case(17, **DIMS | {"T": T, "S": S}, dtype=np.float16)
-    assert_right(passes(case, **path), truth(case))
+    assert_right(passes(case, **XLA), truth(case))
 
 
-TILES = [(16, 16), (8, 64), (64, 8), (33, 29), (1, 70), (70, 1), (128, 128)]
+TILINGS = [(16, 16), (8, 64), (64, 8), (33, 29), (1, 70), (70, 1), (128, 128)]
+QUICK_TILINGS = {("segments", 33, 29), ("causal", 8, 64)}
 
 
-@pytest.mark.parametrize("block_q, block_k", TILES)
-@pytest.mark.parametrize("mask", ["full", "causal", "segments"])
-def test_b17_every_tiling_agrees(block_q, block_k, mask):
+@pytest.mark.parametrize(
+    "mask, block_q, block_k",
+    [
+        (mask, *tiling) if (mask, *tiling) in QUICK_TILINGS else slow(mask, *tiling)
+        for mask in ("full", "causal", "segments")
+        for tiling in TILINGS
+    ],
+)
+def test_b17_every_tiling_agrees(mask, block_q, block_k):
     T = S = 65
     t, s = pairs(T, S)
     ids = np.repeat([1, 2, 3], [20, 13, 32])
@@ -429,30 +461,38 @@ def test_b17_every_tiling_agrees(block_q, block_k, mask):
     assert_right(found, truth(case, allowed=allowed))
 
 
-@every_path
-@pytest.mark.parametrize("H", [1, 8, 24, 40, 72, 80, 96, 112, 160, 192, 224, 256])
-def test_b19_head_dims(path, H):
+@pytest.mark.parametrize("H", [72, *map(slow, (1, 8, 16, 24, 40, 80, 96, 112, 160, 192, 224, 256))])
+def test_b19_head_dims(H):
     case = random_case(19, B=2, T=21, S=34, N=4, K=1, H=H, Hv=H)
-    assert_right(passes(case, **path), truth(case))
+    assert_right(passes(case, **XLA), truth(case))
 
 
-@every_path
-@pytest.mark.parametrize("H, Hv", [(192, 128), (64, 128), (128, 64), (576, 512)])
-@pytest.mark.parametrize("T", [1, 20])
-def test_b20_value_head_dim_differs(path, H, Hv, T):
+@pytest.mark.parametrize(
+    "T, H, Hv",
+    [
+        (20, 192, 128),
+        *(slow(T, H, Hv) for T, H, Hv in ((1, 192, 128), (20, 64, 128), (1, 64, 128), (20, 128, 64), (1, 576, 512))),
+    ],
+)
+def test_b20_value_head_dim_differs(T, H, Hv):
     case = random_case(20, B=2, T=T, S=35, N=4, K=1, H=H, Hv=Hv)
-    found = passes(case, **path)
+    found = passes(case, **XLA)
     assert found.out.shape == (2, T, 4, Hv)
     assert found.dk.shape == (2, 35, 1, H)
     assert found.dv.shape == (2, 35, 1, Hv)
     assert_right(found, truth(case))
 
 
-@every_path
-@pytest.mark.parametrize("N, K", [(24, 4), (28, 4), (20, 4), (64, 4), (71, 1), (3, 3)])
-def test_b21_group_sizes(path, N, K):
-    case = random_case(21, B=2, T=18, S=35, N=N, K=K, H=8, Hv=5)
-    assert_right(passes(case, **path), truth(case))
+@pytest.mark.parametrize(
+    "T, N, K",
+    [
+        (18, 28, 4),
+        *(slow(*sizes) for sizes in ((18, 24, 4), (1, 20, 4), (18, 64, 4), (18, 71, 1), (1, 71, 1), (18, 3, 3))),
+    ],
+)
+def test_b21_group_sizes(T, N, K):
+    case = random_case(21, B=2, T=T, S=35, N=N, K=K, H=8, Hv=5)
+    assert_right(passes(case, **XLA), truth(case))
 
 
 @every_small_path
@@ -461,15 +501,15 @@ def test_b21_which_head_reads_which(path):
     N, K = 12, 4
     v = np.broadcast_to(np.arange(K, dtype=np.float32)[:, None], (2, 7, K, 3))
     case = random_case(22, B=2, T=5, S=7, N=N, K=K, H=8, Hv=3)._replace(v=v)
-    found = passes(case, **path)
+    found = forward(case, **path)
     wanted = np.broadcast_to(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])[:, None], found.out.shape)
     assert_close(found.out, wanted, atol=tolerance(np.float32, wanted))
 
 
-@every_path
-def test_b24_many_query_heads_on_one_key_head(path):
+@pytest.mark.slow
+def test_b24_many_query_heads_on_one_key_head():
     case = random_case(23, B=2, T=1, S=100, N=64, K=1, H=64, Hv=24)
-    assert_right(passes(case, **path), truth(case))
+    assert_right(passes(case, **XLA), truth(case))
 
 
 # 3. Causal and window meaning -----------------------------------------------------------------------------------------
@@ -483,21 +523,19 @@ def test_b24_many_query_heads_on_one_key_head(path):
         (2, 5, 3, "####. #####"),
         (5, 2, 0, "#. ## ## ## ##"),
         (5, 2, -3, ".. .. .. #. ##"),
-        (3, 4, -3, ".... .... ...."),
     ],
 )
 def test_b31_where_the_diagonal_starts(path, T, S, offset, picture):
     wanted = drawn(picture)
     assert (seen(Causal(offset=offset), T, S, path) == wanted).all()
-    # As data, scalar and per batch row, it means the same, and no other program is made for another offset.
-    assert (seen(Causal(offset=np.array(offset)), T, S, path) == wanted).all()
+    # As data, one for each batch row, it means the same.
     both = seen(Causal(offset=np.array([offset, 1])), T, S, path)
     assert (both[0] == wanted).all()
     assert (both[1] == np.tri(T, S, 1, dtype=bool)).all()
 
 
 @every_path
-@pytest.mark.parametrize("T, S", [(37, 70), (70, 37)])
+@pytest.mark.parametrize("T, S", [(37, 70), slow(70, 37)])
 def test_b31_both_corners_and_rows_of_their_own(path, T, S):
     t, s = pairs(T, S)
     case = random_case(24, **DIMS | {"T": T, "S": S})
@@ -517,7 +555,7 @@ def test_b33_causal_decode_step(path):
 
 
 @every_small_path
-@pytest.mark.parametrize("left, right", [(0, 0), (1, 0), (2, 0), (3, 0), (0, 2), (2, 1), (None, 1), (3, None)])
+@pytest.mark.parametrize("left, right", [(0, 0), (1, 0), (2, 0), (3, 0), (2, 1), (None, 1), slow(0, 2), slow(3, None)])
 def test_b34_both_ends_of_a_window_are_seen(path, left, right):
     T = S = 16
     found = seen(None, T, S, path, window=(left, right))[0]
@@ -525,15 +563,14 @@ def test_b34_both_ends_of_a_window_are_seen(path, left, right):
         first = 0 if left is None else max(0, t - left)
         last = S - 1 if right is None else min(S - 1, t + right)
         assert list(np.flatnonzero(found[t])) == list(range(first, last + 1)), f"query {t}"
-
-
-@every_small_path
-def test_b34_row_ten_sees_seven_to_ten(path):
-    assert list(np.flatnonzero(seen(None, 16, 16, path, window=(3, 0))[0, 10])) == [7, 8, 9, 10]
+    if (left, right) == (3, 0):
+        assert list(np.flatnonzero(found[10])) == [7, 8, 9, 10]
 
 
 @every_path
-@pytest.mark.parametrize("T, S, left, right, offset", [(37, 70, 3, 0, 0), (37, 70, 2, 5, 20), (70, 37, 17, 1, -9)])
+@pytest.mark.parametrize(
+    "T, S, left, right, offset", [slow(37, 70, 2, 5, 20), slow(37, 70, 3, 0, 0), slow(70, 37, 17, 1, -9)]
+)
 def test_b34_window_gradients(path, T, S, left, right, offset):
     t, s = pairs(T, S)
     case = random_case(25, **DIMS | {"T": T, "S": S})
@@ -562,8 +599,7 @@ def test_b37_causal_with_window_and_lengths(path):
 
 
 @every_path
-@pytest.mark.parametrize("value", [1e4, np.nan])
-def test_b39_window_of_one_query(path, value):
+def test_b39_window_of_one_query(path):
     S, window = 100, 16
     case = random_case(27, B=2, T=1, S=S, N=4, K=2, H=8, Hv=5)
     # As the cache of a decode step: the newest key is the last, and how many there are is data.
@@ -572,9 +608,10 @@ def test_b39_window_of_one_query(path, value):
     allowed = (np.arange(S) <= last) & (np.arange(S) > last - window)
     clean = passes(case, mask=mask, **path)
     assert_right(clean, truth(case, allowed=allowed))
-    k, v = case.k.copy(), case.v.copy()
-    k[:, 10], v[:, 10] = value, value
-    assert_same_bits(passes(case._replace(k=k, v=v), mask=mask, **path), clean)
+    for value in (1e4, np.nan):
+        k, v = case.k.copy(), case.v.copy()
+        k[:, 10], v[:, 10] = value, value
+        assert_same_bits(passes(case._replace(k=k, v=v), mask=mask, **path), clean)
 
 
 @every_small_path
@@ -584,7 +621,7 @@ def test_b41_window_zero_is_the_query_itself(path):
         assert (seen(None, T, T, path, window=window)[0] == np.eye(T, dtype=bool)).all()
     assert seen(None, T, T, path, window=(None, None)).all()
     for window in (-1, (-1, 0), (5, -3)):
-        with pytest.raises(jflash.ArgumentError, match="-[13]"):
+        with pytest.raises(jflash.ArgumentError, match=r"found .*-[13], wanted a distance of at least 0"):
             seen(None, T, T, path, window=window)
 
 
@@ -595,23 +632,22 @@ def test_b41_window_zero_is_the_query_itself(path):
 @pytest.mark.parametrize(
     "ids, padding_id",
     [
-        ([1, 1, 1, 1, 2, 2, 2, 2], None),
-        ([1, 2, 1, 2, 3, 1, 2, 1], None),
-        ([1, 1, 1, 2, 2, 2, 0, 0], 0),
-        ([1, 1, 1, 2, 2, 2, 0, 0], None),
-        ([5, 5, -1, 7, -1, 7, 5, 7], -1),
+        ([1, 1, 1, 1, 2, 2, 2, 2, 2, 2], None),
+        ([1, 2, 1, 2, 3, 1, 2, 1, 3, 1], None),
+        ([1, 1, 1, 2, 2, 2, 2, 0, 0, 0], 0),
+        ([1, 1, 1, 2, 2, 2, 2, 0, 0, 0], None),
+        ([5, 5, 0, 7, 0, 7, 5, -7, 5, -7], 0),
     ],
     ids=["sorted", "unsorted", "padding", "zero_is_a_segment", "padding_inside"],
 )
 def test_b42_packed_documents(path, ids, padding_id):
-    T = len(ids)
     ids = np.array(ids)
-    t, s = pairs(T, T)
+    t, s = pairs(10, 10)
     allowed = (ids[t] == ids[s]) & (s <= t)
     if padding_id is not None:
         allowed &= ids[t] != padding_id
-    case = random_case(28, B=2, T=T, S=T, N=4, K=2, H=8, Hv=5)
-    mask = Segments(ids, padding_id=padding_id)
+    case = random_case(28, **PACKED)
+    mask = Segments(np.stack([ids, ids]), padding_id=padding_id)
     found = passes(case, mask=mask, causal=True, **path)
     assert_right(found, truth(case, allowed=allowed))
 
@@ -627,38 +663,32 @@ def test_b42_packed_documents(path, ids, padding_id):
     assert not np.array_equal(found.out[:, ~foreign], other.out[:, ~foreign])
 
 
-@every_small_path
-def test_b42_segment_ids_argument_has_no_padding_id(path):
-    ids = np.array([0, 0, 1, 1, 0])
-    assert (seen(Segments(ids), 5, 5, path)[0] == (ids[:, None] == ids)).all()
-    case = random_case(29, B=1, T=5, S=5, N=4, K=2, H=8, Hv=3)
-    q, k, v = case[:3]
-    by_argument = jflash.flash_attention(q, k, v, segment_ids=ids, **path)
-    by_pair = jflash.flash_attention(q, k, v, segment_ids=(ids[None], ids), **path)
-    by_mask = jflash.flash_attention(q, k, v, mask=Segments(ids), **path)
-    assert np.array_equal(by_argument, by_mask)
-    assert np.array_equal(by_pair, by_mask)
+def test_b42_segment_ids_argument_has_no_padding_id():
+    ids = np.array([0, 0, 1, 1, 0, 1, 2, 2, 0, 0])
+    q, k, v = random_case(29, **PACKED)[:3]
+    found = jflash.flash_attention(q, k, v, segment_ids=ids)
+    assert np.array_equal(found, jflash.flash_attention(q, k, v, mask=Segments(ids)))
+    assert np.array_equal(found, jflash.flash_attention(q, k, v, segment_ids=(np.stack([ids, ids]), ids)))
+    assert not np.array_equal(found, jflash.flash_attention(q, k, v, mask=Segments(ids, padding_id=0)))
 
 
 @every_path
-@pytest.mark.parametrize("given", ["kv", "q", "both", "longer_than_the_array"])
+@pytest.mark.parametrize("given", ["kv", slow("q"), slow("both")])
 def test_b43_each_length_works_alone(path, given):
     B, T, S = 8, 20, 128
     kv = np.array([24, 125, 53, 28, 77, 96, 13, 114])
     q = np.array([20, 1, 0, 17, 16, 15, 20, 3])
-    lengths = {
-        "kv": {"kv": kv},
-        "q": {"q": q},
-        "both": {"q": q, "kv": kv},
-        "longer_than_the_array": {"q": q + 100, "kv": kv + 1000},
-    }[given]
-    t, s = pairs(T, S)
-    allowed = np.ones((B, 1, T, S), bool)
-    for name, index in (("q", t), ("kv", s)):
-        if name in lengths:
-            allowed &= index < lengths[name][:, None, None, None]
+    lengths = {"kv": {"kv": kv}, "q": {"q": q}, "both": {"q": q, "kv": kv}}[given]
     case = random_case(30, B=B, T=T, S=S, N=2, K=1, H=8, Hv=5)
-    assert_right(passes(case, mask=Lengths(**lengths), **path), truth(case, allowed=allowed))
+    t, s = pairs(T, S)
+    # A length beyond the array is no limit.
+    for beyond in (0, 1000):
+        longer = {name: np.where(length > 15, length + beyond, length) for name, length in lengths.items()}
+        allowed = np.ones((B, 1, T, S), bool)
+        for name, index in (("q", t), ("kv", s)):
+            if name in longer:
+                allowed &= index < longer[name][:, None, None, None]
+        assert_right(passes(case, mask=Lengths(**longer), **path), truth(case, allowed=allowed))
 
 
 @every_path
@@ -670,8 +700,7 @@ def test_b44_packed_rows_equal_each_row_alone(path):
     found = passes(case, mask=Segments(ids, padding_id=0), causal=True, **path)
     parts = {name: np.zeros(array.shape) for name, array in zip(Passes._fields, found) if array is not None}
     parts["lse"] -= np.inf
-    t, s = pairs(T, T)
-    # A document alone is the array cut to it; only the longest one needs a program, the others are its prefixes.
+    # A document alone is its batch row with all else masked: of the same shape, so that one program serves them all.
     for b, row in enumerate(documents):
         start = 0
         for length in row:
@@ -686,27 +715,28 @@ def test_b44_packed_rows_equal_each_row_alone(path):
     assert_right(found, Passes(**parts, dbias=None))
 
 
-@every_path
-@pytest.mark.parametrize(
-    "shape", [(2, 1, 1, 70), (37, 70), (1, 37, 70), (6, 37, 70), (1, 1, 1, 70), (2, 1, 37, 1), (1, 6, 1, 70), (2, 6, 37, 70)]
-)
-def test_b49_masks_that_broadcast(path, shape):
+SLOW_SHAPES = [(1, 6, 1, 70), (37, 70), (1, 37, 70), (6, 37, 70), (1, 1, 1, 70), (2, 1, 37, 1), (2, 6, 37, 70)]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 70), *map(slow, SLOW_SHAPES)], ids=str)
+def test_b49_masks_that_broadcast(shape):
     array = np.random.default_rng(32).random(shape) < 0.6
     case = random_case(33, **DIMS)
-    found = passes(case, mask=Dense(array), **path)
+    found = passes(case, mask=Dense(array), **XLA)
     assert_right(found, truth(case, allowed=np.broadcast_to(array, (2, 6, 37, 70))))
 
 
 # 5. Bias --------------------------------------------------------------------------------------------------------------
 
 
-@every_path
-@pytest.mark.parametrize("letters", ["11TS", "B1TS", "1NTS", "BN1S", "1N1S", "BNT1", "1111", "NTS", "TS", "S"])
-def test_b50_gradient_of_a_broadcast_bias(path, letters):
+@pytest.mark.parametrize(
+    "letters", ["1N1S", "BNT1", "1111", *map(slow, ("NTS", "11TS", "B1TS", "1NTS", "BN1S", "TS", "S", "11T1"))]
+)
+def test_b50_gradient_of_a_broadcast_bias(letters):
     sizes = DIMS | {"1": 1}
     shape = tuple(sizes[letter] for letter in letters)
     case = random_case(34, **DIMS, bias=shape)
-    found = passes(case, **path)
+    found = passes(case, **XLA)
     assert found.dbias.shape == shape
     whole = truth(case._replace(bias=np.broadcast_to(case.bias, (2, 6, 37, 70)).copy()))
     summed = whole.dbias.sum(tuple(axis for axis in range(4 - len(shape))))
@@ -720,15 +750,13 @@ def test_b50_gradient_of_a_broadcast_bias(path, letters):
 
 
 @every_path
-@pytest.mark.parametrize("bias_dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_b50_sum_of_a_narrow_bias_is_float32(path, bias_dtype):
+def test_b50_sum_of_a_narrow_bias_is_float32(path):
     # 2 * 6 * 37 terms of like size: summed in bfloat16 one after the other they would stall at 2^8 times one of them.
     case = random_case(35, **DIMS, dtype=jnp.bfloat16, bias=(1, 1, 1, 70))
-    case = case._replace(bias=case.bias.astype(bias_dtype), d_lse=np.abs(case.d_lse) + 1)
+    case = case._replace(bias=case.bias.astype(jnp.bfloat16), d_lse=np.abs(case.d_lse) + 1)
     found = passes(case, **path)
-    assert found.dbias.dtype == bias_dtype
+    assert found.dbias.dtype == jnp.bfloat16
     wanted = truth(case).dbias
-    # Rounding of q, k, v and out to bfloat16 happened before; ds has their error, the sum adds none but its own.
     assert_close(found.dbias, wanted, atol=tolerance(jnp.bfloat16, wanted))
 
 
@@ -739,32 +767,31 @@ def test_b51_float32_bias_with_bfloat16_inputs(path):
     found = passes(case, **path)
     assert found.out.dtype == found.dq.dtype == jnp.bfloat16
     assert found.dbias.dtype == found.lse.dtype == np.float32
-    wanted = truth(case)
-    # The gradient is float32, but out was rounded to bfloat16 on the way to it: that sets its error.
-    assert_close(found.dbias, wanted.dbias, atol=tolerance(jnp.bfloat16, wanted.dbias))
-    assert_right(found._replace(dbias=None), wanted._replace(dbias=None))
+    assert_right(found, truth(case))
 
 
-def temp_bytes(gradient_of, B: int, N: int, T: int) -> int:
-    """Temporary memory of a compiled gradient, with a bias shared by the batch."""
+def compiled_gradient(argument: int, B: int, N: int, T: int):
+    """The program of one gradient, with a bias that the batch shares."""
 
     def loss(q, k, v, bias):
         return jflash.flash_attention(q, k, v, bias=bias, **XLA).sum()
 
     q = jax.ShapeDtypeStruct((B, T, N, 8), "float32")
     bias = jax.ShapeDtypeStruct((1, N, T, T), "float32")
-    gradient = jax.jit(jax.grad(loss, gradient_of))
-    return gradient.lower(q, q, q, bias).compile().memory_analysis().temp_size_in_bytes
+    return jax.jit(jax.grad(loss, argument)).lower(q, q, q, bias).compile()
 
 
+@pytest.mark.slow
 def test_b54_memory_of_a_bias_gradient():
     N, T = 2, 512
-    bias_bytes = 4 * N * T * T
-    # One for every batch row would be 16 times the bias. Linear parts of the memory grow with B and are small here.
-    several, one = (temp_bytes(3, B, N, T) for B in (16, 1))
-    assert several - one < 2 * bias_bytes
-    # Nobody asked for it: then there is no gradient of the size of the bias. The bias itself is cut into tiles once.
-    assert temp_bytes(0, 1, N, T) < 2 * bias_bytes
+    of_q, of_bias, of_bias_in_a_batch = (compiled_gradient(*which, N, T) for which in ((0, 1), (3, 1), (3, 16)))
+    # A gradient for each batch row would take 15 times the bias more; what is linear in T grows with B as well.
+    several, one = (program.memory_analysis().temp_size_in_bytes for program in (of_bias_in_a_batch, of_bias))
+    assert several - one < 2 * 4 * N * T * T
+    # Nobody asked for it: then no loop fills an array of the size of the bias, cut into its 32 by 16 tiles.
+    filled = r"f32\[32,16,1,2,1,16,32\]\S* dynamic-update-slice"
+    assert re.search(filled, of_bias.as_text())
+    assert not re.search(filled, of_q.as_text())
 
 
 # 8. lse ---------------------------------------------------------------------------------------------------------------
@@ -773,13 +800,13 @@ def test_b54_memory_of_a_bias_gradient():
 @every_small_path
 def test_b80_lse_is_a_natural_logarithm(path):
     case = random_case(37, B=2, T=8, S=9, N=4, K=2, H=8, Hv=5)
-    found = passes(case, **path)
+    found = forward(case, **path)
     q, k = case.q.astype(np.float64), np.repeat(case.k, 2, axis=2).astype(np.float64)
     logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(8)
     lse = np.log(np.exp(logits).sum(-1))
     assert_close(found.lse, lse, atol=tolerance(np.float32, lse))
     # Two halves of the keys merge into the whole by their lse.
-    halves = [passes(case._replace(k=case.k[:, keys], v=case.v[:, keys]), **path) for keys in (slice(4), slice(4, 9))]
+    halves = [forward(case._replace(k=case.k[:, keys], v=case.v[:, keys]), **path) for keys in (slice(4), slice(4, 9))]
     merged = np.logaddexp(halves[0].lse, halves[1].lse)
     weights = [np.exp(half.lse - merged).swapaxes(1, 2)[..., None] for half in halves]
     assert_close(merged, lse, atol=tolerance(np.float32, lse))
@@ -839,7 +866,7 @@ def test_b83_softcap_is_applied_after_scale_and_bias(path):
         weight = np.where(allowed, np.exp(capped - capped.max(-1, keepdims=True)), 0)
         weight /= weight.sum(-1, keepdims=True)
         out = np.einsum("bnts,bsnd->btnd", weight, np.repeat(case.v, 2, axis=2))
-        found = passes(case, mask=Dense(allowed), scale=0.5, softcap=cap, **path)
+        found = forward(case, mask=Dense(allowed), scale=0.5, softcap=cap, **path)
         # Logits are numbers up to 2^6 with an error of half an eps each, which their exponentials carry.
         assert_close(found.out, out, atol=64 * tolerance(np.float32, out) / 16)
         outs.append(out)
@@ -853,15 +880,15 @@ def test_b84_gradient_of_a_softcap(path):
     ids = np.stack([np.repeat([1, 2, 0], [17, 15, 5]), np.repeat([1, 2, 3], [3, 30, 4])])
     allowed = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids[:, None, :, None] != 0) & (s <= t)
     case = random_case(42, **DIMS | {"T": T, "S": S}, bias=(2, 6, T, S))
-    case = case._replace(q=14 * case.q)
+    case = case._replace(q=40 * case.q)
     score = np.einsum("btnh,bsnh->bnts", case.q, np.repeat(case.k, 2, axis=2)) / 4 + case.bias
-    assert np.abs(score).max() > 168
+    assert 168 < np.abs(score).max() < 2**8
     # Masked pairs hold what would be infinite under the square of a sentinel.
     case = case._replace(bias=np.where(np.broadcast_to(allowed, case.bias.shape), case.bias, np.float32(-1e30)))
     found = passes(case, mask=Segments(ids, padding_id=0), causal=True, softcap=30.0, **path)
     wanted = truth(case, allowed=allowed, softcap=30.0)
     for name, one, other in zip(Passes._fields, found, wanted):
-        # Uncapped logits of up to 2^8 carry an absolute error of 2^7 eps, which the slope of tanh, at most 1, passes on.
+        # Uncapped logits of up to 2^8 carry an error of 2^7 eps, which the slope of tanh, at most 1, passes on.
         assert_close(one, other, atol=2**7 / 16 * tolerance(np.float32, other), name=name)
     assert (found.dbias[~np.broadcast_to(allowed, found.dbias.shape)] == 0).all()
     assert np.abs(found.dbias).max() > 0
@@ -870,6 +897,7 @@ def test_b84_gradient_of_a_softcap(path):
 # 11. Precision and determinism ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_path
 def test_b94_deterministic_is_bit_equal(path):
     case = random_case(43, **DIMS, bias=(1, 6, 1, 70))
@@ -879,14 +907,20 @@ def test_b94_deterministic_is_bit_equal(path):
 
 
 @every_path
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_b97_sixteen_bit_error_is_that_of_plain_attention(path, dtype):
-    case = random_case(44, B=1, T=96, S=112, N=4, K=2, H=128, Hv=128, dtype=dtype)
+    case = random_case(44, B=1, T=96, S=112, N=4, K=2, H=128, Hv=128, dtype=jnp.dtype(dtype))
     case = case._replace(d_lse=np.zeros_like(case.d_lse))
     found, wanted = passes(case, **path), truth(case)
+
     # The yardstick: dense attention with float32 logits and softmax, rounded to 16 bits before the second matmul.
-    plain, pull_back = jax.vjp(jax.nn.dot_product_attention, *map(jnp.asarray, case[:3]))
-    for name, yardstick in zip(("out", "dq", "dk", "dv"), (plain, *pull_back(jnp.asarray(case.d_out)))):
+    def plain(q, k, v, d_out):
+        out, pull_back = jax.vjp(jax.nn.dot_product_attention, q, k, v)
+        return out, *pull_back(d_out)
+
+    with jax.numpy_dtype_promotion("standard"):
+        yardsticks = jax.jit(plain)(*case[:4])
+    for name, yardstick in zip(("out", "dq", "dk", "dv"), yardsticks):
         right = getattr(wanted, name)
         error, plain_error = (
             np.abs(np.asarray(array).astype(np.float64) - right) for array in (getattr(found, name), yardstick)
@@ -911,21 +945,24 @@ def matmul_precisions(path: dict, dtype) -> set[str]:
     """The precision of every matmul of both passes. On the CPU it changes no number, on a GPU it does."""
 
     def both(q, k, v, bias):
-        out, pull_back = jax.vjp(lambda *arrays: jflash.flash_attention(*arrays[:3], bias=arrays[3], **path), q, k, v, bias)
+        out, pull_back = jax.vjp(
+            lambda *arrays: jflash.flash_attention(*arrays[:3], bias=arrays[3], **path), q, k, v, bias
+        )
         return pull_back(out)
 
     case = random_case(46, **DIMS, dtype=dtype, bias=(1, 1, 37, 70))
     text = str(jax.make_jaxpr(both)(case.q, case.k, case.v, case.bias))
-    matmuls = re.findall(r"dot_general\[.*?\]", text, re.DOTALL)
-    assert len(matmuls) >= 4
-    return {" ".join(re.findall(r"Precision\.\w+|\w+_F32\b|tensorfloat32", matmul)) for matmul in matmuls}
+    matmuls = re.findall(r"dot_general\[.*?\n\s*\]", text, re.DOTALL)
+    # Two of the forward pass and five of the backward, or four of it where the weights were kept.
+    assert len(matmuls) >= 6
+    return {re.search(r"precision=(.*)", matmul)[1] for matmul in matmuls}
 
 
 @every_path
 def test_b98_matmuls_ask_for_the_highest_precision(path):
-    assert matmul_precisions(path, np.float32) == {"Precision.HIGHEST Precision.HIGHEST"}
+    assert matmul_precisions(path, np.float32) == {"(Precision.HIGHEST, Precision.HIGHEST)"}
     with jax.default_matmul_precision("high"):
-        assert matmul_precisions(path, np.float32) == {"Precision.HIGH Precision.HIGH"}
+        assert matmul_precisions(path, np.float32) == {"(Precision.HIGH, Precision.HIGH)"}
 
 
 def test_every_argument_of_a_combination_is_honoured():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import QUICK_COMPILE, assert_close, tolerance
+from helpers import assert_close, tolerance
 
 import jflash
 from jflash import hardware, options
@@ -68,14 +68,32 @@ SHAPES = [
         "T=9, S=7",
         r"equal.*mask=Causal\(\).*mask=Causal\(offset=-2\)",
     ),
-    ("ids too few", {"segment_ids": np.ones((B, T - 1), int)}, "segment_ids", r"shape \(2, 4\)", r"\(B, T\) with B=2, T=5"),
+    (
+        "ids too few",
+        {"segment_ids": np.ones((B, T - 1), int)},
+        "segment_ids",
+        r"shape \(2, 4\)",
+        r"\(B, T\) with B=2, T=5",
+    ),
     ("ids for q only", {"segment_ids": np.ones((B, T), int)}, "segment_ids", r"shape \(2, 5\)", r"\(B, S\).*pair"),
-    ("ids of another B", {"segment_ids": (np.ones((3, T), int), np.ones(S, int))}, "segment_ids", r"shape \(3, 5\)", "B=2"),
+    (
+        "ids of another B",
+        {"segment_ids": (np.ones((3, T), int), np.ones(S, int))},
+        "segment_ids",
+        r"shape \(3, 5\)",
+        "B=2",
+    ),
     ("ids of rank 3", {"segment_ids": np.ones((B, T, 1), int)}, "segment_ids", r"shape \(2, 5, 1\)", r"\(B, "),
     ("mask of a wrong shape", {"mask": Dense(np.ones((T + 1, S), bool))}, "mask", r"shape \(6, 7\)", r"\(2, 6, 5, 7\)"),
     ("lengths of another B", {"mask": Lengths(kv=np.ones(3, int))}, "kv", r"shape \(3,\)", "B=2"),
     ("offsets of another B", {"mask": Causal(offset=np.ones(3, int))}, "offset", r"shape \(3,\)", "B=2"),
-    ("bias of a wrong S", {"bias": array(1, 1, T, 6)}, "bias", r"shape \(1, 1, 5, 6\)", r"\(B, N, T, S\) = \(2, 6, 5, 7\)"),
+    (
+        "bias of a wrong S",
+        {"bias": array(1, 1, T, 6)},
+        "bias",
+        r"shape \(1, 1, 5, 6\)",
+        r"\(B, N, T, S\) = \(2, 6, 5, 7\)",
+    ),
     ("bias for K heads", {"bias": array(B, K, T, S)}, "bias", r"shape \(2, 3, 5, 7\)", r"\(2, 6, 5, 7\)"),
     ("bias of rank 5", {"bias": array(1, B, N, T, S)}, "bias", r"shape \(1, 2, 6, 5, 7\)", r"\(2, 6, 5, 7\)"),
 ]
@@ -89,7 +107,13 @@ DTYPES = [
     ("k bfloat16", {"k": array(B, S, K, H, dtype=jnp.bfloat16)}, "k", "dtype bfloat16", "dtype float32, as `q` has"),
     ("v float16", {"v": array(B, S, K, Hv, dtype=np.float16)}, "v", "dtype float16", "dtype float32, as `q` has"),
     ("float64", dict(zip("qkv", arrays(dtype=np.float64))), "q", "dtype float64", "x64 off.*jax_enable_x64"),
-    ("segment ids of floats", {"segment_ids": (np.ones(T), np.ones(S))}, "segment_ids", "dtype float64", "whole numbers"),
+    (
+        "segment ids of floats",
+        {"segment_ids": (np.ones(T), np.ones(S))},
+        "segment_ids",
+        "dtype float64",
+        "whole numbers",
+    ),
     ("bias int32", {"bias": np.zeros((1, 1, T, S), "int32")}, "bias", "dtype int32", "floating point"),
     ("bias bool", {"bias": np.zeros((1, 1, T, S), bool)}, "bias", "dtype bool", "floating point.*Dense"),
     ("bias float64", {"bias": np.zeros((1, 1, T, S))}, "bias", "dtype float64", "x64 off.*float32"),
@@ -197,7 +221,9 @@ def test_traced_number_is_refused(name):
 def test_numbers_of_numpy_are_numbers():
     q, k, v = arrays()
     one = jflash.flash_attention(q, k, v, scale=0.25, softcap=3, window=2)
-    other = jflash.flash_attention(q, k, v, scale=np.float32(0.25), softcap=np.int64(3), window=(np.int32(2), np.int64(2)))
+    other = jflash.flash_attention(
+        q, k, v, scale=np.float32(0.25), softcap=np.int64(3), window=(np.int32(2), np.int64(2))
+    )
     assert np.array_equal(one, other)
 
 
@@ -684,7 +710,7 @@ def test_unbatched_is_a_batch_of_one(backend):
     arguments = {"segment_ids": (np.array([1, 1, 2, 2, 3]), np.array([1, 1, 1, 2, 2, 2, 3])), "bias": array(N, T, S)}
     d_out, d_lse = array(T, N, Hv), array(N, T)
 
-    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+    @jax.jit
     def passes(q, k, v, bias, d_out, d_lse, segment_ids):
         def call(q, k, v, bias):
             return jflash.flash_attention_with_lse(q, k, v, bias=bias, segment_ids=segment_ids, backend=backend)
@@ -700,7 +726,9 @@ def test_unbatched_is_a_batch_of_one(backend):
         assert np.asarray(one).tobytes() == np.asarray(other[0]).tobytes()
 
 
-@pytest.mark.parametrize("mask", [Lengths(kv=3), Lengths(q=np.array([2])), Causal(offset=np.array(1)), Dense(np.eye(5, 7) == 1)])
+@pytest.mark.parametrize(
+    "mask", [Lengths(kv=3), Lengths(q=np.array([2])), Causal(offset=np.array(1)), Dense(np.eye(5, 7) == 1)]
+)
 def test_unbatched_takes_masks(mask):
     q, k, v = arrays()
     found = jflash.flash_attention_with_lse(q[0], k[0], v[0], mask=mask)
@@ -746,7 +774,11 @@ def test_float64_is_computed_in_float64(backend):
 
 def test_numpy_inputs_are_taken():
     q, k, v = arrays()
-    arguments = {"bias": array(1, N, T, S), "mask": Dense(np.ones((T, S), bool)), "segment_ids": (np.ones(T, int), np.ones(S, int))}
+    arguments = {
+        "bias": array(1, N, T, S),
+        "mask": Dense(np.ones((T, S), bool)),
+        "segment_ids": (np.ones(T, int), np.ones(S, int)),
+    }
     found = jflash.flash_attention(q, k, v, **arguments)
     wanted = jflash.flash_attention(*map(jnp.asarray, (q, k, v)), **jax.tree.map(jnp.asarray, arguments))
     assert isinstance(found, jax.Array)
@@ -765,7 +797,7 @@ EMPTY = {
 
 
 def empty_call(sizes: dict, backend: str, *, dtype=jnp.bfloat16):
-    """The function of q, k, v, bias and those arrays; T equal to S where both are empty, so that `causal` is tried too."""
+    """The function of q, k, v, bias and those arrays; causal too where T equals S."""
     sizes = {"B": B, "T": T, "S": S, "N": N, "K": K} | sizes
     b, t, s, n, kv = (sizes[letter] for letter in ("B", "T", "S", "N", "K"))
 
@@ -775,7 +807,7 @@ def empty_call(sizes: dict, backend: str, *, dtype=jnp.bfloat16):
         )
 
     shapes = ((b, t, n, H), (b, s, kv, H), (b, s, kv, Hv))
-    return call, tuple(array(*shape, dtype=dtype) for shape in shapes) + (array(1, n, 1, s),)
+    return call, (*(array(*shape, dtype=dtype) for shape in shapes), array(1, n, 1, s))
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla", "reference"])

@@ -10,6 +10,7 @@ import jax
 
 from jflash.api import explain
 from jflash.backends import registry
+from jflash.cli.explain import reasons
 from jflash.cli.measurement import (
     Call,
     Cost,
@@ -35,7 +36,10 @@ _LEGEND = """\
 TFLOP/s  2 * B * N * T * S * (H + Hv) operations forward, halved for causal; backward 2.5 times that
 time     median, the device idle for 0.2 s before each sample
 """
-_HEADER = f"{'':<31}{'forward':>18}{'forward + backward':>22}\n{'':<15}{'implementation':<16}" + 2 * f"{'ms':>10} {'TFLOP/s':>9}  "
+_HEADER = (
+    f"{'':<20}{'forward':<18}  forward + backward\n"
+    f"  {'implementation':<16}  {'ms':>8} {'TFLOP/s':>9}  {'ms':>8} {'TFLOP/s':>9}"
+)
 
 
 def bench(
@@ -77,15 +81,13 @@ def _grid(
     for name, size in (("--head-dim", H), *(("--lengths", T) for T in lengths or ())):
         if size < 1:
             raise ArgumentError(name, found=size, wanted="at least 1")
-    # The same number of tokens, and of channels of all heads together, for each length and head dim on a GPU.
-    tokens, N = (16384, max(1, 2048 // H)) if is_large else (1, 4)
-    return [
-        Workload(
-            name=f"T{T}", B=max(1, tokens // T), T=T, N=N, K=N, H=H, dtype=dtype or ("bfloat16" if is_large else "float32"),
-            mask=Causal() if causal else Full(),
-        )
-        for T in lengths or ((1024, 4096, 16384) if is_large else (512, 1024, 2048))
-    ]  # fmt: skip
+    if is_large:
+        # The same number of tokens, and of channels of all heads together, at each length and head dim.
+        lengths, tokens, N, dtype = lengths or (1024, 4096, 16384), 16384, max(1, 2048 // H), dtype or "bfloat16"
+    else:
+        lengths, tokens, N, dtype = lengths or (512, 1024, 2048), 1, 4, dtype or "float32"
+    mask = Causal() if causal else Full()
+    return [Workload(name=f"T{T}", B=max(1, tokens // T), T=T, N=N, K=N, H=H, dtype=dtype, mask=mask) for T in lengths]
 
 
 def _costs(workload: Workload, backends: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], Cost | str]]:
@@ -95,7 +97,11 @@ def _costs(workload: Workload, backends: Sequence[str]) -> Iterator[tuple[str, d
         for name in backends:
             explanation = explain(inputs.q, inputs.k, inputs.v, mask=workload.mask, backend=name)
             if explanation.plan is None:
-                yield f"jflash {name}", {"tiles": None}, "; ".join(explanation.refusals[name] for name in explanation.order)
+                yield (
+                    f"jflash {name}",
+                    {"tiles": None},
+                    reasons(explanation),
+                )
                 continue
             ours = attention_of(workload, backend=name)
             details = {"tiles": explanation.plan.tiles and str(explanation.plan.tiles)}
@@ -125,11 +131,9 @@ def _tflops(workload: Workload, cost: Cost) -> tuple[float, float]:
 
 def _row(workload: Workload, name: str, cost: Cost | str) -> str:
     if isinstance(cost, str):
-        return f"{'':<15}{name:<16}  does not run: {cost}"
+        return f"  {name:<16}  does not run: {cost}"
     forward, both = _tflops(workload, cost)
-    return (
-        f"{'':<15}{name:<16}{cost.forward_ms:>10.4g} {forward:>9.4g}  {cost.forward_backward_ms:>10.4g} {both:>9.4g}"
-    )
+    return f"  {name:<16}  {cost.forward_ms:>8.4g} {forward:>9.3g}  {cost.forward_backward_ms:>8.4g} {both:>9.3g}"
 
 
 def _record(workload: Workload, cost: Cost | str) -> dict[str, Any]:
@@ -138,4 +142,5 @@ def _record(workload: Workload, cost: Cost | str) -> dict[str, Any]:
     if isinstance(cost, str):
         return dims | {"refusal": cost}
     forward, both = _tflops(workload, cost)
-    return dims | dataclasses.asdict(cost) | {"forward_tflops": forward, "forward_backward_tflops": both, "refusal": None}
+    rates = {"forward_tflops": forward, "forward_backward_tflops": both}
+    return dims | dataclasses.asdict(cost) | rates | {"refusal": None}

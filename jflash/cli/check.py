@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-import jax
-
 from jflash.api import explain
 from jflash.cli import plot
+from jflash.cli.explain import reasons
 from jflash.cli.measurement import (
     Cost,
     OutOfMemory,
@@ -37,9 +36,12 @@ bound    2 * plain + c * eps * scale, for the largest and the mean error of out,
 time     median; speed: time of jax.nn.dot_product_attention / ours, so above 1 is faster than it
 memory   of forward + backward as compiled: arguments + results + temporaries
 """
-_HEADER = """\
-                             error / bound      error of out     error of gradient   forward        forward + backward  memory (MiB)
-workload          backend    worst              ours    plain       ours    plain       ms  speed       ms  speed     ours  jax.nn"""
+_HEADER = (
+    "                            error / bound  error of out     error of gradient   forward        with backward  "
+    "memory (MiB)\n"
+    "workload         backend    worst          ours    plain       ours    plain        ms speed       ms speed   "
+    "  ours  jax.nn"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,9 @@ class Checked:
 
     def largest(self, *names: str) -> Measured:
         """The largest error of the result, among these, that is worst against its bound."""
-        return max((row for row in self.rows if row.statistic == "max" and row.name in names), key=lambda row: row.ratio)
+        return max(
+            (row for row in self.rows if row.statistic == "max" and row.name in names), key=lambda row: row.ratio
+        )
 
 
 def check(
@@ -129,12 +133,9 @@ def _chosen(workloads: tuple[Workload, ...], names: Sequence[str] | None) -> tup
 def _check_one(workload: Workload, backend: str, seed: int) -> Checked:
     inputs = random_inputs(workload, seed=seed)
     arrays = (inputs.q, inputs.k, inputs.v)
-    explanation = explain(
-        *arrays, mask=workload.mask, bias=inputs.bias, softcap=workload.softcap, backend=backend
-    )
+    explanation = explain(*arrays, mask=workload.mask, bias=inputs.bias, softcap=workload.softcap, backend=backend)
     if explanation.plan is None:
-        reasons = "; ".join(explanation.refusals[name] for name in explanation.order)
-        return Checked(workload=workload, plan=None, refusal=reasons)
+        return Checked(workload=workload, plan=None, refusal=reasons(explanation))
     ours = attention_of(workload, backend=backend)
     try:
         with memory_errors():
@@ -163,26 +164,30 @@ def _peer_cost(workload: Workload, inputs: Inputs) -> tuple[Cost | None, str]:
 
 
 def _row(found: Checked) -> str:
-    name = f"{found.workload.name:<17.17} "
+    name = f"{found.workload.name:<16.16}"
     if found.plan is None:
-        return f"{name}refused: {found.refusal}"
+        return f"{name} refused: {found.refusal}"
     worst, out, gradient = found.worst, found.largest("out"), found.largest("dq", "dk", "dv", "dbias")
-    verdict = "ABOVE" if found.broken else "ok"
     cells = [
-        f"{name}{found.plan.backend:<10.10} {worst.ratio:>4.2f} {worst.name + ' ' + worst.statistic:<8} {verdict:<5}",
-        f"{out.error:>8.1e} {out.plain:>8.1e}",
-        f"{gradient.name:<2} {gradient.error:>8.1e} {gradient.plain:>8.1e}",
+        f"{name} {found.plan.backend:<10.10} {worst.ratio:>4.2f} {worst.name + ' ' + worst.statistic:<8}",
+        f"{out.error:>7.1e} {out.plain:>7.1e}",
+        f"{gradient.name:<2} {gradient.error:>7.1e} {gradient.plain:>7.1e}",
     ]
     ours, peer = found.ours, found.peer
-    mark = "*" if found.note and peer is not None else " "
+    mark = "*" if found.note else " "
     for attribute in ("forward_ms", "forward_backward_ms"):
         own = getattr(ours, attribute)
-        speed = "–" if peer is None else f"{getattr(peer, attribute) / own:.2f}{mark}"
-        cells.append(f"{own:>8.4g} {speed:>6}")
-    memory = "–" if peer is None else f"{peer.memory_bytes / 2**20:.1f}{mark}"
-    cells.append(f"{ours.memory_bytes / 2**20:>8.1f} {memory:>8}")
-    broken = [f"{'':<18}{row}" for row in found.broken]
-    return "\n".join(["  ".join(cells), *broken])
+        speed = "–" if peer is None else f"{getattr(peer, attribute) / own:.2f}"
+        cells.append(f"{_digits(own):>6} {speed + mark:>6}")
+    memory = "–" if peer is None else _digits(peer.memory_bytes / 2**20)
+    cells.append(f"{_digits(ours.memory_bytes / 2**20):>6} {memory + mark:>7}")
+    broken = [f"{'':<16} {row}" for row in found.broken]
+    return "\n".join(["  ".join(cells).rstrip(), *broken])
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"
 
 
 def _footnotes(found: Sequence[Checked]) -> list[str]:
@@ -197,7 +202,7 @@ def _verdict(found: Sequence[Checked]) -> tuple[str, int]:
         return "FAILED: nothing ran, every workload was refused.", 1
     if broken:
         return f"FAILED: {len(broken)} of {len(ran)} workloads above their bounds ({', '.join(broken)}){refused}.", 1
-    return f"PASSED: all errors of {len(ran)} workloads within their bounds{refused}.", 0
+    return f"PASSED: {len(ran)} of {len(ran)} workloads within all their bounds{refused}.", 0
 
 
 def _record(found: Checked) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--workload", nargs="+", metavar="NAME", help="only these workloads")
     command.add_argument("--seed", type=int, default=0, help="of the random inputs")
     _add_json(command)
-    command.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw memory and errors (needs matplotlib)")
+    command.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw memory and errors (needs matplotlib)")
 
     command = _add(commands, "explain", _explain, "say which backend would run a call, and why no other")
     command.add_argument(
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     command.add_argument("--causal", action="store_true")
     command.add_argument("--window", metavar="LEFT,RIGHT", help='distances, both ends included; "none" is unlimited')
-    command.add_argument("--hardware", metavar="NAME", help="plan for this device, h200 say, instead of the present one")
+    command.add_argument("--hardware", metavar="NAME", help="the device to plan for, h200 say; else the present one")
     command.add_argument("--backend", default="auto")
 
     command = _add(commands, "bench", _bench, "time the backends and jax.nn.dot_product_attention side by side")

@@ -32,6 +32,11 @@ def explain(
         )  # fmt: skip
 
 
+def reasons(explanation: Explanation) -> str:
+    """Why nothing runs: the reason of each backend that was asked."""
+    return "; ".join(explanation.refusals[name] for name in explanation.order)
+
+
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
     size: dict[str, int] = {}
     for text in texts:
@@ -41,7 +46,8 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
         size[letter] = int(number)
     missing = [letter for letter in ("T", "N", "H") if letter not in size]
     if missing:
-        raise ArgumentError("sizes", found=f"no {', '.join(missing)}", wanted="at least T, N and H, as in T=4096 N=32 H=128")
+        wanted = "at least T, N and H, as in T=4096 N=32 H=128"
+        raise ArgumentError("sizes", found=f"no {', '.join(missing)}", wanted=wanted)
     return {"B": 1, "S": size["T"], "K": size["N"], "Hv": size["H"]} | size
 
 

@@ -41,7 +41,7 @@ def prepare(file: pathlib.Path) -> None:
 
 
 def memory_by_length(backend: str) -> dict[str, dict[int, int]]:
-    """Temporary memory of forward and backward in bytes, of jflash and of jax.nn, by length. Compiles, and runs nothing.
+    """Bytes of temporary memory of forward and backward by length, of jflash and of jax.nn. Compiles, and runs nothing.
 
     A length is left out where a backend refuses it or the compiler runs out of memory.
     """
@@ -54,7 +54,7 @@ def memory_by_length(backend: str) -> dict[str, dict[int, int]]:
         for length in _LENGTHS:
             q, k = (jax.ShapeDtypeStruct((1, length, heads, _H), _DTYPE) for heads in (_N, _K))
             try:
-                curves[name][length] = Program(forward_backward(call), q, q, k, k).temporary_bytes
+                curves[name][length] = Program(forward_backward(call), q, q, k, k, tuned=False).temporary_bytes
             except (OutOfMemory, UnsupportedError):
                 continue
     return curves

@@ -301,7 +301,8 @@ class Segments(Mask):
             if ids is None and name == "kv_ids":
                 continue
             ids_int32 = _int32(name, ids)
-            if ids.ndim not in (1, 2):
+            # More axes are no error here: `jax.vmap` may take them away before the mask is bound to a problem.
+            if ids.ndim == 0:
                 raise ShapeError(name, found=f"shape {ids.shape}", wanted="(length,) or (B, length)")
             if isinstance(ids, np.ndarray) and (ids_int32 != ids).any():
                 raise ArgumentError(name, found=f"ids from {ids.min()} to {ids.max()}", wanted="ids that fit 32 bits")
@@ -379,7 +380,8 @@ class Dense(Mask):
             raise DtypeError(
                 "array", found=f"dtype {self.array.dtype}", wanted="bool", hint="An additive mask belongs into `bias`."
             )
-        if not 2 <= self.array.ndim <= 4:
+        # More than four axes are no error here: `jax.vmap` may take some away before the mask is bound to a problem.
+        if self.array.ndim < 2:
             raise ShapeError("array", found=f"shape {self.array.shape}", wanted="rank 2, 3 or 4: (B, N, T, S)")
 
     def values(self) -> tuple[Value, ...]:
@@ -393,7 +395,7 @@ class Dense(Mask):
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Dense":
         shape = (1,) * (4 - self.array.ndim) + self.array.shape
-        if any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
+        if len(shape) > 4 or any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
             wanted = f"broadcastable to (B, N, T, S) = {(B, N, T, S)}"
             raise ShapeError("mask", found=f"shape {self.array.shape}", wanted=wanted)
         return Dense(_reshaped(self.array, shape))

@@ -126,9 +126,9 @@ def lists_of(kinds: Any) -> TileLists:
     return TileLists((~skipped).sum(-1, dtype=np.int32), column, kind)
 
 
-def union(kinds: Any) -> Any:
-    """One kind for all batch rows and heads, (rows, columns): sound for each of them."""
-    least, most = kinds.min((0, 1)), kinds.max((0, 1))
+def union(kinds: Any, axes: tuple[int, ...] = (0, 1)) -> Any:
+    """One kind for all that lies along some axes, batch rows and heads if not said otherwise: sound for each of them."""
+    least, most = kinds.min(axes), kinds.max(axes)
     return where(least == most, least, TileKind.PARTIAL.value).astype(np.int8)
 
 

@@ -51,9 +51,7 @@ def merge(a: Carry, b: Carry) -> Carry:
     m = jax.lax.stop_gradient(jnp.maximum(a.m, b.m))
     shift = finite(m)
     scale_a, scale_b = (jnp.exp(jax.lax.stop_gradient(part.m) - shift) for part in (a, b))
-    return Carry(
-        m, a.l * scale_a + b.l * scale_b, a.acc * scale_a[..., None] + b.acc * scale_b[..., None]
-    )
+    return Carry(m, a.l * scale_a + b.l * scale_b, a.acc * scale_a[..., None] + b.acc * scale_b[..., None])
 
 
 def finish(carry: Carry) -> tuple[Float[Array, "*rows Hv"], Float[Array, "*rows"]]:

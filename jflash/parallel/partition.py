@@ -70,7 +70,9 @@ class Placement:
         return jax.lax.axis_index(self.heads) // (self.head_shards // self.K)
 
 
-def placement_of(mesh_shape: Mapping[str, int], *, batch: MeshAxes, heads: MeshAxes, B: int, N: int, K: int) -> Placement | str:
+def placement_of(
+    mesh_shape: Mapping[str, int], *, batch: MeshAxes, heads: MeshAxes, B: int, N: int, K: int
+) -> Placement | str:
     """The placement, or the reason why a call cannot be split so."""
     batch_shards = math.prod(mesh_shape[axis] for axis in batch)
     head_shards = math.prod(mesh_shape[axis] for axis in heads)
@@ -126,7 +128,9 @@ def partitioned(
             return tuple(placement.sum_kv_heads(array, letters) for array, letters in zip(found, result_axes))
 
         def shardings(structs, letters):
-            return tuple(NamedSharding(mesh, placement.spec(own, struct.shape)) for struct, own in zip(structs, letters))
+            return tuple(
+                NamedSharding(mesh, placement.spec(own, struct.shape)) for struct, own in zip(structs, letters)
+            )
 
         return mesh, on_device, shardings(results, result_axes), shardings(arguments, axes)
 
@@ -163,10 +167,12 @@ def over_explicit_mesh(
     *,
     axes: tuple[str, ...],
     result_axes: tuple[str, ...],
+    check_vma: bool,
 ) -> tuple[jax.Array, ...]:
-    """`function(*operands)`, in a `jax.shard_map` over the explicit mesh axes that the type of q says it is split over.
+    """`function(*operands)`, on a mesh with explicit axes in a `jax.shard_map` over them, split as q is.
 
-    Arguments as of `partitioned`. Results carry the split of q. The other operands are brought to fit.
+    Arguments as of `partitioned`, and `check_vma` as of `jax.shard_map`. Results carry the split of q. The other operands
+    are brought to fit. Along axes that split nothing, every device computes the same.
 
     Raises:
       UnsupportedError: q is split along its length or its head dim, or the heads cannot be split so.
@@ -176,7 +182,7 @@ def over_explicit_mesh(
     spec = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
     explicit = set(sharding.mesh.explicit_axes)
     split = [tuple(axis for axis in _mesh_axes(entry) if axis in explicit) for entry in spec]
-    if not any(split):
+    if not explicit:
         return function(*operands)
     for name, mesh_axes in (("its length T", split[1]), ("its head dim H", split[3])):
         if mesh_axes:
@@ -198,9 +204,8 @@ def over_explicit_mesh(
         mesh=sharding.mesh,
         in_specs=specs,
         out_specs=out_specs,
-        axis_names=frozenset(split[0] + split[2]),
-        # Every result is split over all of these axes, so there is nothing to check; and kernels under interpretation
-        # cannot be checked (JAX 0.11.2 and 0.12.0: "Primitive dynamic_slice requires varying manual axes to match").
-        check_vma=False,
+        axis_names=frozenset(explicit),
+        check_vma=check_vma,
     )
-    return on_mesh(*(jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, specs)))
+    shardings = [NamedSharding(sharding.mesh, spec) for spec in specs]
+    return on_mesh(*(jax.sharding.reshard(operand, own) for operand, own in zip(operands, shardings)))

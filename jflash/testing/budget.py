@@ -4,10 +4,10 @@ Against float64, for the result and every gradient, for the maximum and the mean
 
     error <= 2 * plain + c * eps(dtype) * scale
 
-`plain` is the error of dense attention in the same precision on the same device: logits and softmax in float32, P and dS
-rounded to the input dtype before their matmuls, accumulation in float32; float32 inputs at HIGHEST. `scale` is the largest
-|truth| for the maximum and the mean |truth| for the mean. c is 1, but 16 for the maximum of float32 and float64, where a
-plain flash loop needs up to 9.6.
+`plain` is the error of dense attention in the same precision on the same device: logits and softmax in float32, P and
+dS rounded to the input dtype before their matmuls, accumulation in float32; float32 inputs at HIGHEST. `scale` is the
+largest |truth| for the maximum and the mean |truth| for the mean. c is 1, but 16 for the maximum of float32 and
+float64, where a plain flash loop needs up to 9.6.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ type Results = dict[str, np.ndarray]
 type Attention = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
 type MaskedAttention = Callable[[Array, Array, Array, Array | None, Array], tuple[Array, Array]]
 
-# Pairs of query and key that truth and plain attention hold at a time: 64 MiB in float64, of which the derivative of the
-# reference holds about six copies. Small workloads are one piece.
+# Pairs of query and key that truth and plain attention hold at a time: 64 MiB in float64, and the derivative of the
+# reference needs about six such arrays. Small workloads are one piece.
 _PIECE_PAIRS = 2**23
 
 
@@ -95,9 +95,7 @@ def attention_of(workload: Workload, **arguments) -> Attention:
     """The public call on a workload, with `backend=` or `tiles=` as given."""
 
     def attention(q, k, v, bias):
-        return flash_attention_with_lse(
-            q, k, v, mask=workload.mask, bias=bias, softcap=workload.softcap, **arguments
-        )
+        return flash_attention_with_lse(q, k, v, mask=workload.mask, bias=bias, softcap=workload.softcap, **arguments)
 
     return attention
 
@@ -119,19 +117,22 @@ def plain_of(workload: Workload, inputs: Inputs) -> Results:
     attention = functools.partial(_plain_attention, workload)
     sums = _dense_results(attention, workload, inputs, compute_dtype(np.dtype(workload.dtype)))
     q, k, v, bias, *_ = inputs
-    # Rounded last, as a sum in the dtype computed in is: a result has the dtype of its operand, lse keeps that of the sum.
+    # Rounded after the sum over pieces, to the dtype of the operand; lse keeps the dtype computed in.
     operands = {"out": q, "dq": q, "dk": k, "dv": v, "dbias": bias}
-    with np.errstate(over="ignore"):  # as JAX rounds: beyond the largest float16 is inf, without a warning
-        rounded = {name: total.astype(operands[name].dtype) if name in operands else total for name, total in sums.items()}
-    return {name: result.astype(np.float64) for name, result in rounded.items()}
+    # As JAX rounds: what is beyond the largest float16 is inf, without a warning.
+    with np.errstate(over="ignore"):
+        sums |= {name: sums[name].astype(operand.dtype) for name, operand in operands.items() if name in sums}
+    return {name: result.astype(np.float64) for name, result in sums.items()}
 
 
 def measure(found: Results, *, truth: Results, plain: Results, dtype: str) -> list[Measured]:
     """Every error with its bound, two for each result."""
-    eps = float(jnp.finfo(dtype).eps)
-    is_wide = np.dtype(dtype).itemsize >= 4
     rows = []
     for name, right in truth.items():
+        # lse has the dtype computed in, whatever that of the inputs.
+        own_dtype = compute_dtype(np.dtype(dtype)) if name == "lse" else np.dtype(dtype)
+        eps = float(jnp.finfo(own_dtype).eps)
+        is_wide = own_dtype.itemsize >= 4
         size = np.abs(right[np.isfinite(right)])
         for statistic, reduce, c in (("max", np.max, 16 if is_wide else 1), ("mean", np.mean, 1)):
             error, plain_error = (_error(result[name], right, reduce) for result in (found, plain))
@@ -169,7 +170,8 @@ def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Input
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
     wide = [None if array is None else np.asarray(array, dtype) for array in inputs]
 
-    @jax.jit
+    # Each piece runs for milliseconds: XLA on a GPU would spend minutes on measuring candidates for its matmuls.
+    @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
     def run(q, k, v, bias, d_out, d_lse, allowed):
         found, pull = jax.vjp(lambda *operands: tuple(attention(*operands, allowed)), q, k, v, bias)
         return *found, *pull((d_out, d_lse))
@@ -209,7 +211,7 @@ def _cut(array: np.ndarray, axes: str, piece: dict[str, slice]) -> tuple[slice, 
 def _plain_attention(
     workload: Workload, q: Array, k: Array, v: Array, bias: Array | None, allowed: Array
 ) -> tuple[Array, Array]:
-    """Out and lse in the dtype computed in, in which the operands are given too: they hold numbers of `workload.dtype`."""
+    """Out and lse, in the dtype computed in. The operands have it too, but hold numbers of `workload.dtype`."""
     w, dtype = workload, np.dtype(workload.dtype)
     precision = matmul_precision(dtype)
     k, v = (jnp.repeat(array, w.N // w.K, axis=2) for array in (k, v))

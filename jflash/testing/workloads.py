@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
 from jflash.masks import Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
@@ -31,7 +30,7 @@ class Workload:
     H: int
     Hv: int = 0
     dtype: str = "float32"
-    mask: Mask = Full()
+    mask: Mask = dataclasses.field(default_factory=Full)
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     softcap: float | None = None
@@ -113,17 +112,17 @@ def check_workloads(*, large: bool) -> tuple[Workload, ...]:
     """What `jflash check` runs: shapes of real models, at lengths for a GPU (`large`) or for a CPU."""
     T = 4096 if large else 1024
     N, K = (32, 8) if large else (8, 2)
-    dtype = str(jnp.dtype(jnp.bfloat16))
+    few, dtype = {"N": N // 4, "K": K // 2}, "bfloat16"
     row = [T // 4, T // 2 - 13, T // 8]
     packed = documents([row, row[::-1]], padding=T - sum(row))
     return (
         Workload(name="llama_gqa_causal", B=1, T=T, N=N, K=K, H=128, dtype=dtype, mask=Causal()),
-        Workload(name="float32_causal", B=1, T=T // 2, N=N // 4, K=K // 2, H=64, dtype="float32", mask=Causal()),
-        Workload(name="window", B=1, T=2 * T, N=N // 4, K=K // 2, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0)),
+        Workload(name="float32_causal", B=1, T=T // 2, H=64, dtype="float32", mask=Causal(), **few),
+        Workload(name="window", B=1, T=2 * T, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0), **few),
         Workload(
-            name="packed_documents", B=2, T=T, N=N // 4, K=K // 2, H=128, dtype=dtype,
-            mask=Segments(packed, padding_id=0) & Causal(),
+            name="packed_documents", B=2, T=T, H=128, dtype=dtype,
+            mask=Segments(packed, padding_id=0) & Causal(), **few,
         ),
-        Workload(name="odd_lengths", B=2, T=T // 2 - 47, S=T // 2 + 29, N=N // 4, K=K // 2, H=80, dtype=dtype),
+        Workload(name="odd_lengths", B=2, T=T // 2 - 47, S=T // 2 + 29, H=80, dtype=dtype, **few),
         Workload(name="mla_causal", B=1, T=T // 2, N=N // 2, K=N // 2, H=192, Hv=128, dtype=dtype, mask=Causal()),
     )  # fmt: skip

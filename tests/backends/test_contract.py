@@ -54,14 +54,15 @@ def test_numbers_or_reason(workload, platform):
 
 
 def test_float64_is_computed_in_float64(platform):
+    """No rule here: truth and plain attention are float64 themselves. A float32 step anywhere would give 1e-7."""
     with jax.enable_x64(True):
-        for workload in contract_workloads("float64")[2::5]:
-            inputs, truth, plain = (random_inputs(workload), *(None,) * 2)
-            truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+        # Without a bias, whose gradient has its own, narrower dtype.
+        for workload in [workload for workload in contract_workloads("float64") if workload.bias is None][2::5]:
+            inputs = random_inputs(workload)
+            truth = truth_of(workload, inputs)
             found = results_of(attention_of(workload, backend="xla", tiles=SMALL_TILES), inputs)
-            rows = measure(found, truth=truth, plain=plain, dtype="float64")
-            assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
-            assert max(row.error for row in rows) < 1e-12
+            rows = measure(found, truth=truth, plain=truth, dtype="float64")
+            assert max(row.error for row in rows) < 1e-13, [str(row) for row in rows]
 
 
 def test_the_rule_can_fail(platform):

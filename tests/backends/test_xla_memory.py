@@ -49,7 +49,9 @@ def test_no_array_has_a_query_axis_and_a_key_axis(dtype):
     sizes = array_sizes(compiled(T, Causal(), dtype).as_text())
     assert sizes, "the program's text holds no array types: the pattern is out of date"
     assert max(sizes.values()) < T * T / 8, max(sizes, key=sizes.get)
-    dense = jax.jit(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k)).lower(*[jax.ShapeDtypeStruct((1, 512, 2, 8), dtype)] * 2)
+    dense = jax.jit(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k)).lower(
+        *[jax.ShapeDtypeStruct((1, 512, 2, 8), dtype)] * 2
+    )
     assert max(array_sizes(dense.compile().as_text()).values()) >= 512 * 512, "the check cannot see a T x S array"
 
 

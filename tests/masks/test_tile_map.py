@@ -197,7 +197,24 @@ def test_every_pattern_is_tried():
     assert public - {Mask, And, Or} == set(PATTERNS)
 
 
-@settings(PROPERTY, max_examples=400)
+@pytest.mark.parametrize(
+    "mask", [Full(), Causal() & SlidingWindow(9, 1), Causal() | Lengths(kv=np.array([3])), Segments(np.arange(40) // 7)]
+)
+def test_a_mask_without_jax_arrays_is_known_while_tracing(mask):
+    bound = mask.bind(B=1, N=1, T=40, S=40)
+    found = []
+
+    @jax.jit
+    def trace(x):
+        tile_map = TileMap(mask=bound, T=40, S=40, block_q=8, block_k=8)
+        found.extend([tile_map.kinds(), *tile_map.lists(), union(tile_map.kinds())])
+        return x
+
+    trace(0)
+    assert len(found) == 5 and all(isinstance(array, np.ndarray) for array in found)
+
+
+@settings(PROPERTY, max_examples=250)
 @given(posed(lambda sizes: trees(patterns(sizes))))
 def test_sound(case):
     assert_sound(kinds_of(case), truth(case))
@@ -242,13 +259,13 @@ def test_documents_are_exact(case):
 exact_patterns = [make for pattern, make in PATTERNS.items() if pattern is not Segments]
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=100)
 @given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in exact_patterns)), (And,))))
 def test_an_and_is_full_exactly(case):
     assert ((kinds_of(case) == FULL) == truth(case).every).all()
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=100)
 @given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in exact_patterns)), (Or,))))
 def test_an_or_is_empty_exactly(case):
     assert ((kinds_of(case) == EMPTY) == ~truth(case).some).all()
@@ -279,7 +296,7 @@ def test_where_the_proof_gives_away():
 with_spans = [make for pattern, make in PATTERNS.items() if pattern.has_spans]
 
 
-@settings(PROPERTY, max_examples=250)
+@settings(PROPERTY, max_examples=120)
 @given(posed(lambda sizes: trees(st.one_of(*(make(sizes) for make in with_spans)), (And,))))
 def test_runs_are_the_kinds(case):
     tile_map = case.tile_map
@@ -294,7 +311,7 @@ def test_runs_are_the_kinds(case):
         assert (kinds_of_run(runs, tile_map.columns) == kinds[b]).all()
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=100)
 @given(posed(lambda sizes: trees(patterns(sizes))))
 def test_form_follows_from_the_spans(case):
     def has_spans(mask: Mask) -> bool:
@@ -310,7 +327,7 @@ def test_form_follows_from_the_spans(case):
     assert case.tile_map.form == ("runs" if has_spans(case.mask) else "lists")
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=100)
 @given(posed(lambda sizes: trees(patterns(sizes))))
 def test_lists_are_the_kinds(case):
     kinds, lists = np.asarray(case.tile_map.kinds()), case.tile_map.lists()
@@ -326,7 +343,7 @@ def test_lists_are_the_kinds(case):
         assert kind.tolist() == kinds[b, n, row, column].tolist()
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=100)
 @given(posed(lambda sizes: trees(patterns(sizes))))
 def test_the_union_is_sound_for_every_batch_row_and_head(case):
     kinds, true = kinds_of(case), truth(case)
@@ -401,7 +418,7 @@ def run_schedule(tile_map: TileMap, b: int = 0) -> list[str]:
 
 
 DOCUMENTS = Segments(np.array([7, 7, 7, 7, 7, 7, 8, 8, 9, 9, 9, 9, 9, 9, 9, 9]))
-PADDED = Segments(np.array([3, 3, 3, 3, 0, 0, 0, 0]), np.array([0, 3, 3, 3, 3, 3, 3, 3, 0, 0, 0, 0]), padding_id=0)
+PADDED = Segments(np.array([3] * 5 + [0] * 7), np.array([0] + [3] * 7 + [0] * 4), padding_id=0)
 
 
 @pytest.mark.parametrize(
@@ -436,9 +453,9 @@ PADDED = Segments(np.array([3, 3, 3, 3, 0, 0, 0, 0]), np.array([0, 3, 3, 3, 3, 3
         (tiles(DOCUMENTS, T=16, S=16), ["0f 1p", "0p 1p", "2f 3f", "2f 3f"]),
         (tiles(DOCUMENTS & Causal(), T=16, S=16), ["0p", "0p 1p", "2p", "2f 3p"]),
         (tiles(DOCUMENTS & Causal(), T=16, S=16, transpose=True), ["0p 1p", "1p", "2p 3f", "3p"]),
-        # Tiles of padding alone, on either side, are EMPTY though their ids are equal.
-        (tiles(PADDED, T=8, S=12), ["0p 1f", ""]),
-        (tiles(PADDED, T=8, S=12, transpose=True), ["0p", "0f", ""]),
+        # Where either side is padding alone a tile is EMPTY, though the ids of both sides meet.
+        (tiles(PADDED, T=12, S=12), ["0p 1f", "0p 1p", ""]),
+        (tiles(PADDED, T=12, S=12, transpose=True), ["0p 1p", "0f 1p", ""]),
         # A prefix of four keys that all see.
         (tiles(Causal() | Lengths(kv=4), T=12, S=12), ["0f", "0f 1p", "0f 1f 2p"]),
     ],

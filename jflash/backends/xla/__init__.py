@@ -11,6 +11,4 @@ def _supports(problem: Problem, hardware: Hardware) -> None:
     return None
 
 
-BACKEND = Backend(
-    name="xla", supports=_supports, forward=attend, default_tiles=default_tiles, tiles_type=XlaTiles
-)
+BACKEND = Backend(name="xla", supports=_supports, forward=attend, default_tiles=default_tiles, tiles_type=XlaTiles)

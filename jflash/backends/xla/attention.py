@@ -57,7 +57,9 @@ def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend(problem: Problem, tiles: XlaTiles, mask: Mask, q: Array, k: Array, v: Array, bias: Array | None) -> Attended:
+def _attend(
+    problem: Problem, tiles: XlaTiles, mask: Mask, q: Array, k: Array, v: Array, bias: Array | None
+) -> Attended:
     grid = _Grid(problem, tiles, mask)
 
     def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
@@ -85,7 +87,9 @@ def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tup
         out, lse = result
         shift = finite(lse)[..., None]
 
-        def column(sums: tuple[Array, Array], allowed: Array | None, block: Blocks, tangent: Blocks) -> tuple[Array, Array]:
+        def column(
+            sums: tuple[Array, Array], allowed: Array | None, block: Blocks, tangent: Blocks
+        ) -> tuple[Array, Array]:
             (s, value), (ds, d_value) = jax.jvp(functools.partial(grid.logits, allowed), (block,), (tangent,))
             p = jnp.exp(s - shift)
             d_lse, d_acc = sums
@@ -121,6 +125,8 @@ class _Grid:
             if longest < self._columns:
                 self._column, self._kind, self._in_order = lists.column[:, :longest], lists.kind[:, :longest], False
             self._possible_kinds = tuple(TileKind(kind) for kind in np.unique(self._kind))
+        else:
+            self._kind = _shared_by_vmap(kinds)
 
     # Cutting and joining ----------------------------------------------------------------------------------------------
 
@@ -253,6 +259,21 @@ class _Grid:
         values = [_at(_at(value, i), j) for value in self._mask_values]
         allowed = self._mask.evaluate(t, s, *values) & (t < problem.T) & (s < problem.S)
         return allowed.reshape((1,) * (5 - allowed.ndim) + allowed.shape)
+
+
+@jax.custom_batching.custom_vmap
+def _shared_by_vmap(kinds: Array) -> Array:
+    """The kinds themselves; under `jax.vmap` their union, so that a mapped call still skips the tiles that none visits.
+
+    A kind that differs along the mapped axis would make `lax.switch` run every branch, and JAX cannot transpose that
+    (0.11.2 and 0.12.0: "Transpose rule for 'stop_gradient' not implemented").
+    """
+    return kinds
+
+
+@_shared_by_vmap.def_vmap
+def _union_over_mapped_axis(size: int, is_mapped: list[bool], kinds: Array) -> tuple[Array, bool]:
+    return _shared_by_vmap(union(kinds, axes=(0,))), False
 
 
 def _at(x: Array, i: Array) -> Array:

@@ -179,9 +179,9 @@ def dot_product_attention(
     """Takes what `jax.nn.dot_product_attention` takes, and means the same, in O(n) memory.
 
     It differs where the other gives something of little use:
-    a query that sees no key gives 0 with gradients 0 (there: the mean of all values); what padding holds, NaN too, never
-    reaches a result; the residual is float32 (there: rounded to the dtype of key) and differentiable (there: not); Hv
-    may differ from H.
+    a query that sees no key gives 0 with gradients 0 (there: the mean of all values); what padding holds, NaN too,
+    never reaches a result; the residual is float32 (there: rounded to the dtype of key) and differentiable (there: not);
+    Hv may differ from H.
 
     Args:
       query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv), or without B. Whatever `jnp.asarray` takes.
@@ -245,7 +245,8 @@ def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) 
             return backend.forward(problem_of(problem, own), tiles, own)
         return kernel_attention(backend, problem, tiles, own)
 
-    # JAX cannot check kernels under interpretation (0.11.2, 0.12.0: "dynamic_slice requires varying manual axes to match").
+    # JAX (0.11.2, 0.12.0) cannot check kernels under interpretation: "dynamic_slice requires varying manual axes to
+    # match". What is differentiated by JAX itself is checked, which spares it sums over axes that split nothing.
     check_vma = backend.backward is None
     result_axes = ("BTND", "BNT")
     return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma))

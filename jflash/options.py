@@ -5,7 +5,7 @@
 | `hardware` | `JFLASH_HARDWARE` | plan for this device (`"h200"`, ...) instead of the present one |
 | `strict` | `JFLASH_STRICT` | `backend="auto"` raises where its first choice refuses, instead of warning and going on |
 
-Options are read when a call is planned, so inside `jax.jit` when it is traced: a compiled function keeps the plan it has.
+Options are read when a call is planned, inside `jax.jit` when it is traced: a compiled function keeps the plan it has.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from jflash.problem import Problem
 
 
 class FallbackWarning(UserWarning):
-    """`backend="auto"` could not use its first choice; the message gives the reason. `strict` turns it into an error."""
+    """`backend="auto"` could not use its first choice, for the reason given. `strict` turns it into an error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
 """Problem: the static record of one call, and every check of its arguments.
 
-Dimension letters as in `jax.nn.dot_product_attention`: B batch, T query length, S key length, N query heads, K key/value
-heads, H head dim, Hv value head dim.
+Dimension letters as in `jax.nn.dot_product_attention`: B batch, T query length, S key length, N query heads,
+K key/value heads, H head dim, Hv value head dim.
 """
 
 import dataclasses
-import functools
 import math
 import numbers
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
-from jflash.masks.mask import UNLIMITED, Mask, MaskStructure
+from jflash.masks.mask import UNLIMITED, MaskStructure
 
 DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32, np.float64))
 

@@ -22,7 +22,7 @@ from jflash.problem import Problem
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
-    """Attention by a backend that brings its own backward pass (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
+    """Attention by a backend with a backward pass of its own (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
 
     First-order reverse mode only: forward mode and second derivatives need a backend that JAX differentiates.
     """
@@ -66,7 +66,7 @@ def _batched_and_partitioned(
     extra_axes: tuple[str, ...],
     result_axes: tuple[str, ...],
 ) -> tuple[Array, ...]:
-    """`kernel(operands, *extra)` under the vmap rule and the partition rule; every array has a leading axis of 1 or B."""
+    """`kernel(operands, *extra)` under the vmap rule and the partition rule; the first axis of each array is 1 or B."""
     arrays, axes, unflatten = flatten(operands)
 
     def on_device(*arrays: Array) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""JAX's transformations of the public calls: of backends that JAX differentiates, and of a kernel under the one custom_vjp."""
+"""JAX's transformations of the public calls: with backends that JAX differentiates, with a kernel under custom_vjp."""
 
 import functools
 
@@ -69,7 +69,7 @@ def assert_close(found, wanted, factor=32):
         np.testing.assert_allclose(one, other, rtol=0, atol=bound, equal_nan=False)
 
 
-# One device ------------------------------------------------------------------------------------------------------------
+# One device ----------------------------------------------------------------------------------------------------------
 
 
 @every_path
@@ -177,10 +177,14 @@ def test_third_order_on_xla_equals_reference():
 
         def third(backend):
             call = functools.partial(scalar, backend=backend)
-            one = lambda x: jax.jvp(
-                lambda q: jax.jvp(lambda q: call(q, *primals[1:]), (q,), (jnp.sin(q),))[1], (x,), (jnp.cos(x),)
-            )[1]  # noqa: E501, E731
-            return jax.grad(one)(primals[0])
+
+            def first(q):
+                return jax.jvp(lambda q: call(q, *primals[1:]), (q,), (jnp.sin(q),))[1]
+
+            def second(q):
+                return jax.jvp(first, (q,), (jnp.cos(q),))[1]
+
+            return jax.grad(second)(primals[0])
 
         np.testing.assert_allclose(third("xla"), third("reference"), rtol=1e-9, atol=1e-12)
 
@@ -273,7 +277,7 @@ def test_donated_operands(backend):
     assert_close(found, wanted)
 
 
-# What is saved and what is run again -----------------------------------------------------------------------------------
+# What is saved and what is run again ---------------------------------------------------------------------------------
 
 
 def count(jaxpr, found) -> int:
@@ -321,7 +325,7 @@ def test_checkpoint_changes_no_gradient(backend):
     assert_close(found, jax.grad(call, (0, 1, 2))(*operands()))
 
 
-# Several devices -------------------------------------------------------------------------------------------------------
+# Several devices -----------------------------------------------------------------------------------------------------
 
 
 def mesh_of(kind):
@@ -476,7 +480,7 @@ def test_pmap(backend):
         assert_close(jax.tree.map(lambda x, device=device: x[device], found), one)
 
 
-# Tracing ---------------------------------------------------------------------------------------------------------------
+# Tracing -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_call_of_a_kernel_traces_nothing():

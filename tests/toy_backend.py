@@ -1,7 +1,7 @@
 """A kernel of a few lines, for what is around kernels: custom_vjp, the vmap rule, the partition rule, the registry.
 
-It is dense, one program per batch row and head, but it is a real `pallas_call` (interpreted on the CPU), streams what the
-mask declares by axis, and evaluates the mask inside. `launches` counts how often each of its kernels is traced.
+It is dense, one program per batch row and head, but it is a real `pallas_call` (interpreted on the CPU), streams what
+the mask declares by axis, and evaluates the mask inside. `launches` counts how often each of its kernels is traced.
 """
 
 import collections

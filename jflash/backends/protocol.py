@@ -14,7 +14,7 @@ from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
-"""Names of out and lse for policies of `jax.checkpoint`: `save_only_these_names(*RESIDUAL_NAMES)` runs the forward once."""
+"""Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
 
 
 def name_residuals(attended: Attended) -> Attended:
@@ -69,8 +69,8 @@ class Backend:
       supports: None, or a sentence that says why this problem cannot run on this hardware, with the offending number.
       default_tiles: the tiles for a problem; None where the backend has none.
       forward: (problem, tiles, operands) to out and lse.
-      backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is the
-        sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
+      backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is
+        the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
     """
 
@@ -85,7 +85,7 @@ class Backend:
 def problem_of(problem: Problem, operands: Operands) -> Problem:
     """The problem that these operands pose, where they differ from `problem` in batch and heads only.
 
-    One device's part of a partitioned call, and a call folded by `jax.vmap`, are smaller and larger problems of the kind.
+    One device's part of a partitioned call and a call folded by `jax.vmap` are such problems.
     """
     B, T, N, H = operands.q.shape
     _, S, K, Hv = operands.v.shape

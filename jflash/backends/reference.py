@@ -1,4 +1,4 @@
-"""The specification: dense attention, one line of mathematics after the other. Memory T x S; runs anywhere, in any dtype.
+"""The specification: dense attention, one line of mathematics after the other. T x S memory; any device, any dtype.
 
 It shares the mask's truth and the logit's formula with the other backends, and no other code with any of them.
 """

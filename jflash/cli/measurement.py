@@ -63,6 +63,10 @@ class Program:
         self.temporary_bytes = sizes.temp_size_in_bytes
         self.memory_bytes = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
 
+    def __call__(self, *arguments: Any) -> Any:
+        with memory_errors():
+            return self._compiled(*arguments)
+
     def time_ms(self, *arguments: Any, idle_s: float) -> float:
         """The median time of a call, the device being idle for the same time before each sample.
 

@@ -127,7 +127,7 @@ def lists_of(kinds: Any) -> TileLists:
 
 
 def union(kinds: Any, axes: tuple[int, ...] = (0, 1)) -> Any:
-    """One kind for all that lies along some axes, batch rows and heads if not said otherwise: sound for each of them."""
+    """One kind for all that lies along some axes, by default batch rows and heads: sound for each of them."""
     least, most = kinds.min(axes), kinds.max(axes)
     return where(least == most, least, TileKind.PARTIAL.value).astype(np.int8)
 

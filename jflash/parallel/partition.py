@@ -1,12 +1,12 @@
 """How one call is spread over a mesh: batch and heads are split, lengths and head dims are not.
 
 Each device computes its own batch rows and query heads. Key/value heads follow the query heads where the devices divide
-them; where there are fewer than devices (and they divide the devices) every device holds all of them and takes its own, and their
-cotangents are summed.
+them. Where they are fewer than the devices and divide these, every device holds all of them and takes its own one, and
+their cotangents are summed.
 
-Two ways in. Under `jax.jit` with automatic axes, `partitioned` wraps a kernel in `custom_partitioning` with a Shardy rule,
-so that XLA does not gather q, k and v around it. On a mesh with explicit axes the types say how arrays are split, and
-`over_explicit_mesh` wraps the whole call in `jax.shard_map`.
+Two ways in. Under `jax.jit` with automatic axes, `partitioned` wraps a kernel in `custom_partitioning` with a Shardy
+rule, so that XLA does not gather q, k and v around it. On a mesh with explicit axes the types say how arrays are split,
+and `over_explicit_mesh` wraps the whole call in `jax.shard_map`.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def placement_of(
     if N % head_shards:
         return f"N={N} does not divide over the {head_shards} devices of mesh axes {heads}"
     if K % head_shards and head_shards % K:
-        return f"neither do K={K} key/value heads divide over {head_shards} devices of mesh axes {heads}, nor these over them"
+        return f"K={K} key/value heads and the {head_shards} devices of mesh axes {heads} do not divide one another"
     return Placement(batch=batch, heads=heads, head_shards=head_shards, K=K)
 
 
@@ -171,8 +171,8 @@ def over_explicit_mesh(
 ) -> tuple[jax.Array, ...]:
     """`function(*operands)`, on a mesh with explicit axes in a `jax.shard_map` over them, split as q is.
 
-    Arguments as of `partitioned`, and `check_vma` as of `jax.shard_map`. Results carry the split of q. The other operands
-    are brought to fit. Along axes that split nothing, every device computes the same.
+    Arguments as of `partitioned`, and `check_vma` as of `jax.shard_map`. Results carry the split of q. The other
+    operands are brought to fit. Along axes that split nothing, every device computes the same.
 
     Raises:
       UnsupportedError: q is split along its length or its head dim, or the heads cannot be split so.

@@ -77,18 +77,26 @@ class Measured:
         return f"{self.name} {self.statistic}: {self.error:.3g} {verdict} {self.bound:.3g} (plain {self.plain:.3g})"
 
 
-def results_of(attention: Attention, inputs: Inputs) -> Results:
-    """Output, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`, as float64 on the host."""
+def forward_and_backward(attention: Attention) -> Callable[..., tuple[Array | None, ...]]:
+    """The function of `Inputs` that gives out, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`."""
 
-    @jax.jit
     def run(q, k, v, bias, d_out, d_lse):
         found, pull = jax.vjp(attention, q, k, v, bias)
         # A NamedTuple's cotangent is one of its own kind.
         cotangent = jax.tree.unflatten(jax.tree.structure(found), (d_out, d_lse))
         return *found, *pull(cotangent)
 
-    named = zip(_RESULTS, run(*inputs))
-    return {name: np.asarray(array, np.float64) for name, array in named if array is not None}
+    return run
+
+
+def results_of(arrays: tuple[Array | None, ...]) -> Results:
+    """What `forward_and_backward` gave, by name and as float64 on the host."""
+    return {name: np.asarray(array, np.float64) for name, array in zip(_RESULTS, arrays) if array is not None}
+
+
+def compute(attention: Attention, inputs: Inputs) -> Results:
+    """Output, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`."""
+    return results_of(jax.jit(forward_and_backward(attention))(*inputs))
 
 
 def attention_of(workload: Workload, **arguments) -> Attention:

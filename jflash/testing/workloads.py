@@ -117,12 +117,11 @@ def check_workloads(*, large: bool) -> tuple[Workload, ...]:
     packed = documents([row, row[::-1]], padding=T - sum(row))
     return (
         Workload(name="llama_gqa_causal", B=1, T=T, N=N, K=K, H=128, dtype=dtype, mask=Causal()),
-        Workload(name="float32_causal", B=1, T=T // 2, H=64, dtype="float32", mask=Causal(), **few),
         Workload(name="window", B=1, T=2 * T, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0), **few),
         Workload(
             name="packed_documents", B=2, T=T, H=128, dtype=dtype,
             mask=Segments(packed, padding_id=0) & Causal(), **few,
         ),
-        Workload(name="odd_lengths", B=2, T=T // 2 - 47, S=T // 2 + 29, H=80, dtype=dtype, **few),
+        Workload(name="odd_float32", B=2, T=T // 2 - 47, S=T // 2 + 29, H=80, dtype="float32", **few),
         Workload(name="mla_causal", B=1, T=T // 2, N=N // 2, K=N // 2, H=192, Hv=128, dtype=dtype, mask=Causal()),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every backend on every workload: either the numbers are within the error rule, or the call raises the expected reason."""
+"""Every backend on every workload: the numbers are within the error rule, or the call raises the expected reason."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jflash import UnsupportedError, flash_attention_with_lse
 from jflash.backends import registry
 from jflash.backends.xla import XlaTiles
 from jflash.masks import Lengths, Segments, SlidingWindow
-from jflash.testing.budget import attention_of, measure, plain_of, results_of, truth_of
+from jflash.testing.budget import attention_of, compute, measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
 from jflash.testing.workloads import CONTRACT, contract_workloads
 
@@ -46,9 +46,9 @@ def test_numbers_or_reason(workload, platform):
         reason = REFUSALS.get((backend, workload.name.split("-")[0]))
         if reason is not None:
             with pytest.raises(UnsupportedError, match=reason):
-                results_of(attention, inputs)
+                compute(attention, inputs)
             continue
-        rows = measure(results_of(attention, inputs), truth=truth, plain=plain, dtype=workload.dtype)
+        rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype=workload.dtype)
         assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv"} | ({"dbias"} if workload.bias else set())
         assert all(row.within for row in rows), [f"{variant} {row}" for row in rows if not row.within]
 
@@ -60,7 +60,7 @@ def test_float64_is_computed_in_float64(platform):
         for workload in [workload for workload in contract_workloads("float64") if workload.bias is None][2::5]:
             inputs = random_inputs(workload)
             truth = truth_of(workload, inputs)
-            found = results_of(attention_of(workload, backend="xla", tiles=SMALL_TILES), inputs)
+            found = compute(attention_of(workload, backend="xla", tiles=SMALL_TILES), inputs)
             rows = measure(found, truth=truth, plain=truth, dtype="float64")
             assert max(row.error for row in rows) < 1e-13, [str(row) for row in rows]
 
@@ -69,7 +69,7 @@ def test_the_rule_can_fail(platform):
     """One wrong element, a mislaid head and a NaN each break a bound; so does an infinity out of place."""
     workload = contract_workloads("bfloat16")[2]
     inputs, truth, plain = oracle(workload.name, platform)
-    right = results_of(attention_of(workload, backend="xla"), inputs)
+    right = compute(attention_of(workload, backend="xla"), inputs)
 
     def broken(name, change):
         wrong = dict(right)
@@ -147,7 +147,7 @@ def test_every_tile_config_gives_the_same(platform):
     inputs, truth, plain = oracle(workload.name, platform)
     for block_q, block_k in ((1, 93), (7, 64), (93, 5), (128, 16), (64, 64), (200, 200)):
         tiles = XlaTiles(block_q=block_q, block_k=block_k)
-        found = results_of(attention_of(workload, backend="xla", tiles=tiles), inputs)
+        found = compute(attention_of(workload, backend="xla", tiles=tiles), inputs)
         rows = measure(found, truth=truth, plain=plain, dtype=workload.dtype)
         assert all(row.within for row in rows), (tiles, [str(row) for row in rows if not row.within])
 

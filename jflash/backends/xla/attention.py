@@ -1,15 +1,15 @@
 """The blockwise forward pass and its derivative.
 
-Forward (FlashAttention-2, arXiv:2307.08691, algorithm 1): for each block of queries, a scan over the blocks of keys that
-the mask lets it see carries (m, l, acc).
+Forward (FlashAttention-2, arXiv:2307.08691, algorithm 1): for each block of queries, a scan over the blocks of keys
+that the mask lets it see carries (m, l, acc).
 
 Derivative. With p = exp(s - lse), the tangent of the result is a sum over keys without any order among them,
 
     d_lse = sum p · ds            d_out = sum (p · ds) v + sum p · dv - out · d_lse
 
-so it needs q, k, v, out and lse and nothing else of the forward pass. It is stated once, as a JVP rule: JAX transposes it
-to the backward pass of algorithm 2 there, and since the rule is itself plain JAX, differentiates it again as often as
-asked. `jax.checkpoint` around a row and around a tile keeps p from being stored.
+so it needs q, k, v, out and lse and nothing else of the forward pass. It is stated once, as a JVP rule: JAX transposes
+it to the backward pass of algorithm 2 there, and since the rule is itself plain JAX, differentiates it again as often
+as asked. `jax.checkpoint` around a row and around a tile keeps p from being stored.
 """
 
 import functools
@@ -105,7 +105,7 @@ def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tup
 
 
 class _Grid:
-    """The tiles of one problem: how arrays are cut into them, and how a function is carried over those that are visited."""
+    """The tiles of one problem: how arrays are cut into them, and how a function is carried over the visited ones."""
 
     def __init__(self, problem: Problem, tiles: XlaTiles, mask: Mask):
         self.dtype = compute_dtype(problem.dtype)
@@ -171,7 +171,7 @@ class _Grid:
         return self._split_pairs(bias)
 
     def _split_pairs(self, x: Array) -> Array:
-        """Cuts an array that broadcasts to (B, N, T, S) into (rows, columns, b, k, g, block_q, block_k), each possibly 1."""
+        """Cuts what broadcasts to (B, N, T, S) into (rows, columns, b, k, g, block_q, block_k), each possibly 1."""
         problem, tiles = self._problem, self._tiles
         B, N, T, S = x.shape
         rows, block_q = (self._rows, tiles.block_q) if T > 1 else (1, 1)

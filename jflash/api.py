@@ -179,9 +179,11 @@ def dot_product_attention(
     """Takes what `jax.nn.dot_product_attention` takes, and means the same, in O(n) memory.
 
     It differs where the other gives something of little use:
-    a query that sees no key gives 0 with gradients 0 (there: the mean of all values); what padding holds, NaN too,
-    never reaches a result; the residual is float32 (there: rounded to the dtype of key) and differentiable (there: not);
-    Hv may differ from H.
+
+    - a query that sees no key gives 0 with gradients 0 (there: the mean of all values);
+    - what padding holds, NaN too, never reaches a result;
+    - the residual is float32 (there: rounded to the dtype of key) and has a gradient (there: none);
+    - Hv may differ from H.
 
     Args:
       query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv), or without B. Whatever `jnp.asarray` takes.

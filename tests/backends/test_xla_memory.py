@@ -60,7 +60,7 @@ def matmuls(text: str) -> int:
 
 
 def test_the_backward_pass_recomputes_the_logits_once():
-    """2 matmuls forward; 5 backward: the logits again, and those for dq, dk, dv and dp (FlashAttention-2, algorithm 2)."""
+    """2 matmuls forward, 5 backward: the logits again, then dv, dp, dq and dk (FlashAttention-2, algorithm 2)."""
     shape = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.float32)
 
     def loss(q, k, v):

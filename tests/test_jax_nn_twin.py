@@ -88,7 +88,7 @@ def assert_twins(case: Case, arguments: dict, *, visible: np.ndarray | None = No
 
 
 def terms(case: Case, name: str) -> float:
-    """The rounding of the largest term p * (d_out · v) in the logits' cotangent, taken on to the named gradient."""
+    """The rounding of the largest term p * (d_out · v) of the logits' cotangent, taken on to the named gradient."""
     largest = {key: float(np.abs(array).max(initial=0)) for key, array in case._asdict().items() if array is not None}
     onward = {"dbias": 1.0, "dq": largest["k"] * H**-0.5, "dk": largest["q"] * H**-0.5}.get(name, 0)
     return float(jnp.finfo(case.q.dtype).eps) * largest["d_out"] * largest["v"] * H**0.5 * onward

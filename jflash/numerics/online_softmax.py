@@ -3,6 +3,7 @@
 Milakov and Gimelshein, arXiv:1805.02867, algorithm 3; FlashAttention-2, arXiv:2307.08691, section 3.1.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,13 @@ def finite(shift: Float[Array, "..."]) -> Float[Array, "..."]:
 def empty(rows: tuple[int, ...], Hv: int, dtype) -> Carry:
     """The carry of no keys: the neutral element of `merge`."""
     return Carry(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, Hv), dtype))
+
+
+def attend_to(s: Float[Array, "*rows keys"], weigh: Callable[[Array], Array]) -> Carry:
+    """The carry of some keys, from their logits; `weigh(p)` sums their values with the weights `p`, shaped as `s`."""
+    m = jax.lax.stop_gradient(s.max(-1))
+    p = jnp.exp(s - finite(m)[..., None])
+    return Carry(m, p.sum(-1), weigh(p))
 
 
 def merge(a: Carry, b: Carry) -> Carry:

@@ -117,7 +117,7 @@ def check_workloads(*, large: bool) -> tuple[Workload, ...]:
     packed = documents([row, row[::-1]], padding=T - sum(row))
     return (
         Workload(name="llama_gqa_causal", B=1, T=T, N=N, K=K, H=128, dtype=dtype, mask=Causal()),
-        Workload(name="window", B=1, T=2 * T, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0), **few),
+        Workload(name="window", B=1, T=T, H=128, dtype=dtype, mask=SlidingWindow(T // 8 - 1, 0), **few),
         Workload(
             name="packed_documents", B=2, T=T, H=128, dtype=dtype,
             mask=Segments(packed, padding_id=0) & Causal(), **few,

@@ -11,7 +11,15 @@ from jflash import UnsupportedError, flash_attention_with_lse
 from jflash.backends import registry
 from jflash.backends.xla import XlaTiles
 from jflash.masks import Lengths, Segments, SlidingWindow
-from jflash.testing.budget import attention_of, compute, measure, plain_of, truth_of
+from jflash.testing.budget import (
+    attention_of,
+    compute,
+    forward_and_backward,
+    measure,
+    plain_of,
+    results_of,
+    truth_of,
+)
 from jflash.testing.inputs import random_inputs
 from jflash.testing.workloads import CONTRACT, contract_workloads
 
@@ -150,6 +158,19 @@ def test_every_tile_config_gives_the_same(platform):
         found = compute(attention_of(workload, backend="xla", tiles=tiles), inputs)
         rows = measure(found, truth=truth, plain=plain, dtype=workload.dtype)
         assert all(row.within for row in rows), (tiles, [str(row) for row in rows if not row.within])
+
+
+@pytest.mark.parametrize("name", ["causal-bfloat16", "window-float32", "documents_causal-bfloat16"])
+def test_deterministic_gradients_are_bit_equal_between_runs(name, platform):
+    workload = next(workload for workload in WORKLOADS if workload.name == name)
+    inputs, *_ = oracle(name, platform)
+    for backend, tiles in (("xla", SMALL_TILES), ("reference", None)):
+        attention = attention_of(workload, backend=backend, tiles=tiles, deterministic=True)
+        run = jax.jit(forward_and_backward(attention))
+        first = results_of(run(*inputs))
+        for _ in range(20):
+            for result, again in zip(first.values(), results_of(run(*inputs)).values()):
+                np.testing.assert_array_equal(again, result)
 
 
 def test_workload_names_are_unique_and_dimensions_tell_axes_apart():

@@ -27,7 +27,7 @@ from jflash.backends.xla.tiles import XlaTiles
 from jflash.masks.mask import Mask, TileKind
 from jflash.masks.tile_map import TileMap, lists_of, union
 from jflash.numerics.logits import logits
-from jflash.numerics.online_softmax import Attended, Carry, empty, finish, finite, merge
+from jflash.numerics.online_softmax import Attended, Carry, attend_to, empty, finish, finite, merge
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.numerics.varying import like
 from jflash.problem import Problem
@@ -65,9 +65,7 @@ def _attend(
     def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
         def column(carry: Carry, allowed: Array | None, block: Blocks) -> Carry:
             s, value = grid.logits(allowed, block)
-            m = s.max(-1)
-            p = jnp.exp(s - finite(m)[..., None])
-            return merge(carry, Carry(m, p.sum(-1), grid.weigh(p, value)))
+            return merge(carry, attend_to(s, lambda p: grid.weigh(p, value)))
 
         rows = sides[0].q.shape[:-1]
         return finish(grid.fold(column, empty(rows, problem.Hv, grid.dtype), i, sides))

@@ -87,7 +87,7 @@ def _draw_memory(axes, curves: Mapping[str, Mapping[int, int]]) -> None:
         mebibytes = [size / 2**20 for size in curve.values()]
         axes.plot(list(curve), mebibytes, line, color=colour, markersize=7, linewidth=2, label=label)
         for length, size in zip(curve, mebibytes):
-            axes.annotate(_size(size), (length, size), textcoords="offset points", color=_TEXT, **place)
+            axes.annotate(_size(size), (length, size), textcoords="offset points", color=colour, **place)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     axes.margins(x=0.18, y=0.12)

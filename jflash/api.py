@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jflash.backends import registry
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
-from jflash.errors import ArgumentError, ShapeError, UnsupportedError
+from jflash.errors import ArgumentError, ShapeError, UnsupportedError, naming
 from jflash.hardware import Hardware, named, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
 from jflash.masks.mask import MaskStructure
@@ -189,7 +189,7 @@ def dot_product_attention(
       query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv), or without B. Whatever `jnp.asarray` takes.
       bias: added to the scaled logits; broadcastable to (B, N, T, S) from any rank up to 4.
       mask: booleans, True where a pair attends; broadcastable likewise.
-      scale: factor of the logits; None means 1 / sqrt(H).
+      scale: factor of the logits, a number or an array scalar that is not traced; None means 1 / sqrt(H).
       is_causal: query t sees the keys up to t, aligned at the top left also where T != S.
       query_seq_lengths, key_value_seq_lengths: (B,); what lies past a length is padding. Each works alone.
       local_window_size: (left, right) distances, both ends included, aligned at the top left; an int w means (w, w).
@@ -214,18 +214,26 @@ def dot_product_attention(
         hint = "implementation=None takes the best backend there is."
         raise UnsupportedError({implementation: "this version of jflash has no such backend"}, hint=hint)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
+    with naming(q="query", k="key", v="value"):
+        check_arrays(query, key, value)
     masks: list[Mask] = [Causal()] if is_causal else []
     if mask is not None:
         mask = jnp.asarray(mask)
-        masks.append(Dense(mask.reshape((1,) * (2 - mask.ndim) + mask.shape)))
+        with naming(array="mask"):
+            masks.append(Dense(mask.reshape((1,) * (2 - mask.ndim) + mask.shape)))
     if local_window_size is not None:
         masks.append(_window(local_window_size, "local_window_size"))
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        masks.append(Lengths(q=_length(query_seq_lengths), kv=_length(key_value_seq_lengths)))
+        *batch, T, N, _ = query.shape
+        with naming(q="query_seq_lengths", kv="key_value_seq_lengths"):
+            lengths = Lengths(q=_optional_array(query_seq_lengths), kv=_optional_array(key_value_seq_lengths))
+            masks.append(lengths.bind(B=batch[0] if batch else 1, N=N, T=T, S=key.shape[-3]))
+    if isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer) and scale.ndim == 0:
+        scale = float(scale)
     out, lse = flash_attention_with_lse(
         query, key, value,
         mask=And(*masks) if masks else None,
-        bias=None if bias is None else jnp.asarray(bias),
+        bias=_optional_array(bias),
         scale=scale,
         backend=implementation or "auto",
     )  # fmt: skip
@@ -286,11 +294,13 @@ def _pose(
         raise ShapeError(
             "causal", found=f"T={T}, S={S}", wanted="equal lengths, where only one diagonal is meant", hint=hint
         )
-    masks = [_checked_mask(mask)] if mask is not None else []
+    masks = [_checked_mask(mask).bind(**lengths)] if mask is not None else []
     masks += [Causal()] if causal else []
     masks += [_window(window, "window")] if window is not None else []
-    masks += [_segments(segment_ids)] if segment_ids is not None else []
-    bound = (And(*masks) if len(masks) > 1 else masks[0] if masks else Full()).bind(**lengths)
+    if segment_ids is not None:
+        with naming(q_ids="segment_ids", kv_ids="segment_ids"):
+            masks.append(_segments(segment_ids).bind(**lengths))
+    bound = And(*masks) if len(masks) > 1 else masks[0] if masks else Full()
     problem = Problem(
         B=lengths["B"], T=T, S=S, N=N, K=K, H=H, Hv=Hv,
         dtype=np.dtype(q.dtype),
@@ -311,16 +321,22 @@ def _checked_mask(mask: Any) -> Mask:
 
 
 def _window(window: Any, name: str) -> SlidingWindow:
-    pair = (window, window) if isinstance(window, int) else window
+    pair = (window, window) if isinstance(window, int | np.integer) else window
     if not isinstance(pair, tuple) or len(pair) != 2:
         wanted = "an int, or a pair (left, right) of ints or None"
         raise ArgumentError(name, found=repr(window), wanted=wanted)
-    return SlidingWindow(*pair)
+    with naming(left=name, right=name):
+        return SlidingWindow(*pair)
 
 
 def _segments(segment_ids: Any) -> Segments:
-    return Segments(*segment_ids) if isinstance(segment_ids, tuple) else Segments(segment_ids)
+    if not isinstance(segment_ids, tuple):
+        return Segments(segment_ids)
+    if len(segment_ids) != 2:
+        wanted = "ids, or a pair of ids for queries and keys"
+        raise ArgumentError("segment_ids", found=f"a tuple of {len(segment_ids)}", wanted=wanted)
+    return Segments(*segment_ids)
 
 
-def _length(lengths: Any) -> Any:
-    return None if lengths is None else jnp.asarray(lengths)
+def _optional_array(array: Any) -> jax.Array | None:
+    return None if array is None else jnp.asarray(array)

@@ -1,6 +1,7 @@
 """The errors of jflash: each names what was wrong, what was found, what is wanted and what to do."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 LAYOUT = (
     "Layout is (batch, length, heads, head_dim): q (B, T, N, H), k (B, S, K, H), v (B, S, K, Hv), "
@@ -17,7 +18,12 @@ class ArgumentError(ValueError):
 
     def __init__(self, argument: str, *, found: object, wanted: str, hint: str = ""):
         self.argument = argument
+        self._parts = {"found": found, "wanted": wanted, "hint": hint}
         super().__init__(f"`{argument}`: found {found}, wanted {wanted}." + (f" {hint}" if hint else ""))
+
+    def named(self, argument: str) -> "ArgumentError":
+        """The same error of an argument of another name."""
+        return type(self)(argument, **self._parts)
 
 
 class ShapeError(ArgumentError):
@@ -25,10 +31,22 @@ class ShapeError(ArgumentError):
 
     def __init__(self, argument: str, *, found: object, wanted: str, hint: str = ""):
         super().__init__(argument, found=found, wanted=wanted, hint=f"{hint} {LAYOUT}".strip())
+        self._parts["hint"] = hint
 
 
 class DtypeError(ArgumentError):
     """An array has a dtype that the call does not take, or dtypes are mixed."""
+
+
+@contextlib.contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Errors raised inside name the argument as the caller knows it: `naming(left="window")`."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.argument not in names:
+            raise
+        raise error.named(names[error.argument]) from error
 
 
 class UnsupportedError(ValueError):

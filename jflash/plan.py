@@ -1,6 +1,7 @@
 """Plan: which backend runs a problem, with which tiles, and why."""
 
 import dataclasses
+import pathlib
 import warnings
 from typing import Any
 
@@ -99,7 +100,8 @@ def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles
         if current_options().strict:
             raise UnsupportedError({first: asked[first]}, hint="The option `strict` forbids the next backend.")
         message = f"{first} refuses ({asked[first]}), {explanation.plan.backend} runs instead"
-        warnings.warn(message, FallbackWarning, stacklevel=4)
+        # Python shows a warning once for each place, which must be one of the caller's.
+        warnings.warn(message, FallbackWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
     return explanation.plan
 
 

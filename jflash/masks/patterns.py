@@ -341,7 +341,9 @@ class Segments(Mask):
                     name,
                     found=f"shape {ids.shape}",
                     wanted=f"({letter},) or (B, {letter}) with B={B}, {letter}={length}",
-                    hint="Give kv_ids as well where keys and queries differ in length." if name == "kv_ids" else "",
+                    hint="Give a pair of ids, for queries and for keys, where they differ in length."
+                    if name == "kv_ids"
+                    else "",
                 )
             shape = (1, length) if ids.ndim == 1 else ids.shape
             return _reshaped(ids, shape)

@@ -906,7 +906,7 @@ IDS = np.arange(T)
         (lambda: Segments(np.arange(S), np.arange(S)).bind(**SIZES), ShapeError, "q_ids", r"\(5,\).*T=4"),
         (lambda: Segments(IDS, np.arange(T)).bind(**SIZES), ShapeError, "kv_ids", r"\(4,\).*S=5"),
         (lambda: Segments(IDS, np.ones((1, 1, S), int)).bind(**SIZES), ShapeError, "kv_ids", r"shape \(1, 1, 5\)"),
-        (lambda: Segments(IDS).bind(**SIZES), ShapeError, "kv_ids", "Give kv_ids as well"),
+        (lambda: Segments(IDS).bind(**SIZES), ShapeError, "kv_ids", "Give a pair of ids"),
         (lambda: Segments(np.zeros((N, T), int), np.arange(S)).bind(**SIZES), ShapeError, "q_ids", r"\(3, 4\).*B=2"),
         (lambda: Dense(np.zeros((S, T), bool)).bind(**SIZES), ShapeError, "mask", r"\(5, 4\).*= \(2, 3, 4, 5\)"),
         (lambda: Dense(np.zeros((B, T, S), bool)).bind(**SIZES), ShapeError, "mask", r"\(2, 4, 5\)"),

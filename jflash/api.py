@@ -183,7 +183,8 @@ def dot_product_attention(
     - a query that sees no key gives 0 with gradients 0 (there: the mean of all values);
     - what padding holds, NaN too, never reaches a result;
     - the residual is float32 (there: rounded to the dtype of key) and has a gradient (there: none);
-    - Hv may differ from H.
+    - Hv may differ from H;
+    - `scale` is part of the compiled program, so a traced one raises; a traced factor can multiply `query` instead.
 
     Args:
       query, key, value: (B, T, N, H), (B, S, K, H), (B, S, K, Hv), or without B. Whatever `jnp.asarray` takes.

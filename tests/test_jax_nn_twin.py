@@ -196,6 +196,12 @@ def test_scale_may_be_an_array_scalar():
     assert_close(found, wanted, atol=2 * tolerance(np.float32, np.asarray(wanted)))
 
 
+def test_a_traced_scale_is_refused_and_says_what_to_do():
+    q, k, v = random_case(11, **DIMS)[:3]
+    with pytest.raises(jflash.ArgumentError, match=r"^`scale`: found .+ can multiply `q` instead"):
+        jax.jit(lambda scale: jflash.dot_product_attention(q, k, v, scale=scale))(0.5)
+
+
 def test_unbatched():
     case = random_case(12, **DIMS)
     q, k, v = (array[0] for array in case[:3])

@@ -61,26 +61,19 @@ class Explanation:
 
 def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Explanation:
     """What would run, and for each other backend the reason why not. Raises nothing but for an unknown backend."""
-    order = registry.auto_order(hardware.platform) if backend == "auto" else (registry.get(backend).name,)
-    plan, refusals = None, {}
-    for name in order:
-        candidate = registry.get(name)
-        reason = _refusal(candidate, problem, hardware, tiles)
-        if reason is not None:
-            refusals[name] = reason
-        elif plan is None:
-            plan = Plan(backend=name, tiles=tiles or candidate.default_tiles(problem, hardware))
+    order = _order(hardware, backend)
+    plan, refusals = _first_that_can(order, problem, hardware, tiles)
+    for name in (*order, *registry.names()):
+        if name in refusals or (plan is not None and name == plan.backend):
+            continue
+        reason = _refusal(registry.get(name), problem, hardware, tiles)
+        if name in order:
+            moot = f"{plan.backend} comes before it on {hardware.platform}"
+        elif backend == "auto":
+            moot = 'runs only where asked for by name, "auto" never takes it'
         else:
-            refusals[name] = f"{plan.backend} comes before it on {hardware.platform}"
-    for name in registry.names():
-        if name not in order:
-            reason = _refusal(registry.get(name), problem, hardware, tiles)
-            unasked = (
-                'runs only where asked for by name, "auto" never takes it'
-                if backend == "auto"
-                else "another was asked for"
-            )
-            refusals[name] = reason or unasked
+            moot = "another was asked for"
+        refusals[name] = reason or moot
     return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals)
 
 
@@ -90,19 +83,37 @@ def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles
     Raises:
       UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` the first of them does.
     """
-    explanation = explain_plan(problem, hardware, backend=backend, tiles=tiles)
-    asked = {name: explanation.refusals[name] for name in explanation.order if name in explanation.refusals}
-    if explanation.plan is None:
+    order = _order(hardware, backend)
+    plan, refusals = _first_that_can(order, problem, hardware, tiles)
+    if plan is None:
         hint = "" if backend == "auto" else 'backend="auto" takes one that can.'
-        raise UnsupportedError(asked, hint=hint)
-    first = explanation.order[0]
-    if explanation.plan.backend != first:
+        raise UnsupportedError(refusals, hint=hint)
+    first = order[0]
+    if plan.backend != first:
         if current_options().strict:
-            raise UnsupportedError({first: asked[first]}, hint="The option `strict` forbids the next backend.")
-        message = f"{first} refuses ({asked[first]}), {explanation.plan.backend} runs instead"
+            raise UnsupportedError({first: refusals[first]}, hint="The option `strict` forbids the next backend.")
+        message = f"{first} refuses ({refusals[first]}), {plan.backend} runs instead"
         # Python shows a warning once for each place, which must be one of the caller's.
         warnings.warn(message, FallbackWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
-    return explanation.plan
+    return plan
+
+
+def _order(hardware: Hardware, backend: str) -> tuple[str, ...]:
+    return registry.auto_order(hardware.platform) if backend == "auto" else (registry.get(backend).name,)
+
+
+def _first_that_can(
+    order: tuple[str, ...], problem: Problem, hardware: Hardware, tiles: Any
+) -> tuple[Plan | None, dict[str, str]]:
+    """The plan of the first backend that takes the problem, and the refusals before it. Later ones are not loaded."""
+    refusals = {}
+    for name in order:
+        candidate = registry.get(name)
+        reason = _refusal(candidate, problem, hardware, tiles)
+        if reason is None:
+            return Plan(backend=name, tiles=tiles or candidate.default_tiles(problem, hardware)), refusals
+        refusals[name] = reason
+    return None, refusals
 
 
 def _refusal(backend: Backend, problem: Problem, hardware: Hardware, tiles: Any) -> str | None:

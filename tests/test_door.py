@@ -872,3 +872,11 @@ def test_mask_of_a_user_is_a_mask():
     found = jflash.flash_attention(q, k, v, mask=EvenKeys())
     wanted = jflash.flash_attention(q, k[:, ::2], v[:, ::2])
     assert_close(found, wanted, atol=2 * tolerance(np.float32, np.asarray(wanted)))
+
+
+def test_a_call_loads_no_backend_that_it_does_not_need():
+    program = (
+        "import sys, jax, jflash; x = jax.numpy.ones((1, 2, 1, 4)); jflash.flash_attention(x, x, x); "
+        "assert 'jflash.backends.xla' in sys.modules and 'jflash.backends.reference' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

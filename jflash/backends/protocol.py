@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -52,12 +52,6 @@ class Gradients(NamedTuple):
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
-
-
-class Tiles(Protocol):
-    """Block sizes and stages of one kernel: a frozen, hashable, keyword-only record that refuses bad values."""
-
-    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,11 @@ class TileMap:
     def form(self) -> Literal["runs", "lists"]:
         return "runs" if self.mask.has_spans else "lists"
 
+    @property
+    def is_all_full(self) -> bool:
+        """Whether it is known when tracing that every tile is FULL, so that no mask code is needed."""
+        return not self.mask.values() and bool((self.kinds() == TileKind.FULL.value).all())
+
     def run(self, row: Any, *values: Any) -> Run:
         """The run of one row, or of an array of rows, with the mask's values of the batch row; form "runs" only."""
         if self.transpose:

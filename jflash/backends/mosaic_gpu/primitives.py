@@ -1,0 +1,198 @@
+"""What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, turns, votes."""
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW = WGMMA.reduce(1)
+"""The layout of one value for each row of a WGMMA accumulator."""
+BY_COLUMN = WGMMA.reduce(0)
+"""The layout of one value for each column of a WGMMA accumulator."""
+_SPLAT = plgpu.Layout.WG_SPLAT
+
+LOG2_E = math.log2(math.e)
+WARPGROUP_ROWS = 64
+"""Rows of the one shape of WGMMA, and so of a warpgroup's part of a tile."""
+CHUNK = 64
+"""Columns of a chunk: 128 bytes of 16 bits, the widest swizzle."""
+_SWIZZLE_BYTES = 128
+
+# Named barriers: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
+_FIRST_TURN_BARRIER = 5
+_SYNC_BARRIER = 9
+
+
+def chunks(columns: int) -> int:
+    """Chunks that hold so many columns, the last one filled up with zeros."""
+    return -(-columns // CHUNK)
+
+
+def i32(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.int32)
+
+
+def smem_chunks(shape: tuple[int, ...], dtype: np.dtype) -> plgpu.RefUnion:
+    """Shared memory of shape (..., rows, CHUNK) as two references to the same bytes: for TMA, and for WGMMA.
+
+    A tile of more columns is several chunks, one after the other. WGMMA wants tiles of 8 rows by 128 bytes, which in one
+    chunk are its rows as they follow each other. TMA wants an untiled shape: tiled, it takes no array whose length is
+    not a multiple of 8, while untiled it fills what is past the end of an axis with zeros, and clips stores there. So
+    neither a ragged length nor a head dim that is no multiple of 64 needs a padded copy of an array.
+    """
+    swizzle = plgpu.SwizzleTransform(_SWIZZLE_BYTES)
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
+        plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, CHUNK)), swizzle)),
+    )
+
+
+def load_chunks(source: Any, destination: Any, barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
+    """TMA of rows of one head of a (B, length, heads, columns) array; each chunk arrives at `barrier` once."""
+    for chunk in range(destination.shape[0]):
+        columns = _columns(chunk, source.shape[-1], row)
+        plgpu.copy_gmem_to_smem(source.at[b, pl.ds(row, rows), head, columns], destination.at[chunk], barrier)
+
+
+def store_chunks(source: Any, destination: Any, *, b: Any, row: Any, rows: int, head: Any, count: int) -> None:
+    """The opposite of `load_chunks`, of the first `count` chunks; `commit_smem` comes before it."""
+    for chunk in range(count):
+        columns = _columns(chunk, destination.shape[-1], row)
+        plgpu.copy_smem_to_gmem(source.at[chunk], destination.at[b, pl.ds(row, rows), head, columns])
+
+
+def _columns(chunk: int, size: int, dynamic: Any) -> Any:
+    """The columns of a chunk. Past the end their start is made dynamic: Pallas refuses a static slice there."""
+    start = chunk * CHUNK
+    return pl.ds(start if start + CHUNK <= size else dynamic * 0 + start, CHUNK)
+
+
+def load_global(ref: Any, start: Any, size: int, *, layout: Any) -> jax.Array:
+    """A part of a vector in global memory, straight into registers; not clipped at the end of the array."""
+    return plgpu.load(ref.at[pl.ds(start, size)], layout=layout, optimized=False)
+
+
+def along_rows(x: Any, shape: tuple[int, int]) -> jax.Array:
+    """A value for each row, over all columns of a tile."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: Any, shape: tuple[int, int]) -> jax.Array:
+    """A value for each column, over all rows of a tile."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def row_ids(shape: tuple[int, int]) -> jax.Array:
+    """The row of each element of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+
+
+class Turns:
+    """Compute warpgroups take turns at issuing their matmuls, so that one computes its softmax while another's run.
+
+    The mbarriers of the scratch type `Turns.barriers` serve where `inline_ptx` is off; on an H200 named barriers cost
+    4 % less of the forward pass at H=128 (2026-11-29, study).
+    """
+
+    def __init__(self, barriers: Any, *, warpgroup: Any, warpgroups: int, inline_ptx: bool):
+        self._barriers = barriers
+        self._own, self._next = warpgroup, lax.rem(warpgroup + 1, i32(warpgroups))
+        self._inline_ptx = inline_ptx
+
+    @staticmethod
+    def barriers(warpgroups: int) -> plgpu.Barrier:
+        return plgpu.Barrier(num_barriers=warpgroups)
+
+    def wait(self) -> None:
+        if self._inline_ptx:
+            _named_barrier("sync", _FIRST_TURN_BARRIER + self._own)
+        else:
+            plgpu.barrier_wait(self._barriers.at[self._own])
+
+    def pass_on(self) -> None:
+        if self._inline_ptx:
+            _named_barrier("arrive", _FIRST_TURN_BARRIER + self._next)
+        else:
+            plgpu.barrier_arrive(self._barriers.at[self._next])
+
+
+class NoTurns:
+    """Warpgroups that issue whenever they are ready."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def pass_on(self) -> None:
+        """Nobody waits."""
+
+
+def _named_barrier(operation: str, barrier: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(_SPLAT,))
+    def bar(_, x):
+        mgpu_utils.inline_ptx(f"bar.{operation} $0, 256;", x.registers[()], has_side_effects=True)
+
+    bar(i32(barrier))
+
+
+@plgpu.inline_mgpu()
+def _wait_reads_and_fence(_):
+    nvvm.cp_async_bulk_wait_group(0, read=True)
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+@plgpu.inline_mgpu()
+def _sync_two_warpgroups(_):
+    mgpu_utils.inline_ptx(f"bar.sync {_SYNC_BARRIER}, 256;", has_side_effects=True)
+
+
+def exchange(barrier: Any, *, inline_ptx: bool) -> None:
+    """Two warpgroups see each other's stores to shared memory, by WGMMA too; the reads of their TMA stores are over.
+
+    `barrier` is an mbarrier with two arrivals, for where `inline_ptx` is off: the named barrier took 3 % off the
+    backward pass at H=128 (H200, 2026-11-29, study).
+    """
+    if inline_ptx:
+        _wait_reads_and_fence()
+        _sync_two_warpgroups()
+    else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
+
+@plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT))
+def _any_positive_in_warp(_, x):
+    first, *rest = x.registers.flat
+    for register in rest:
+        first = arith.maximumf(first, register)
+    if isinstance(first.type, ir.VectorType):
+        first = vector.extract(first, dynamic_position=[], static_position=[0])
+    vote = mgpu_utils.inline_ptx(
+        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
+        first,
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return mgpu.FragmentedArray.splat(vote, (), is_signed=True)
+
+
+def any_row(holds: Any, *, inline_ptx: bool) -> jax.Array:
+    """Whether some row of this warp holds, or of this warpgroup where `inline_ptx` is off; one boolean.
+
+    Pallas takes it to be the same in the whole warpgroup, and it is not: a branch on it must hold no barrier and no
+    WGMMA.
+    """
+    marks = jnp.where(holds, jnp.float32(1), jnp.float32(0))
+    return _any_positive_in_warp(marks) != 0 if inline_ptx else marks.max() > 0

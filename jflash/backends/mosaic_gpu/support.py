@@ -1,0 +1,42 @@
+"""What the Hopper kernels take, and for everything else the reason why not."""
+
+import numpy as np
+
+from jflash.hardware import Hardware
+from jflash.problem import Problem
+
+_WIDEST_HEAD = 256
+
+
+def supports(problem: Problem, hardware: Hardware) -> str | None:
+    """None, or why the kernels do not take this problem on this hardware."""
+    if hardware.compute_capability is None:
+        return f"its kernels are for CUDA devices of compute capability 9.0, not for {hardware}"
+    if hardware.compute_capability != (9, 0):
+        major, minor = hardware.compute_capability
+        return f"its kernels are for compute capability 9.0 (H100, H200); {hardware.name} has {major}.{minor}"
+    if problem.dtype.itemsize != 2:
+        return f"it computes in 16 bits and never narrows; q, k and v are {problem.dtype}"
+    for letter, size in (("H", problem.H), ("Hv", problem.Hv)):
+        if size % 8:
+            return f"TMA copies rows of a multiple of 16 bytes: {letter}={size} is no multiple of 8"
+        if size > _WIDEST_HEAD:
+            return f"accumulators of {letter}={size} columns do not fit the registers; at most {_WIDEST_HEAD}"
+    if problem.bias is not None:
+        return "its kernels do not take a bias yet"
+    if problem.softcap is not None:
+        return "its kernels do not take a softcap yet"
+    if problem.scale <= 0:
+        return (
+            f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"
+        )
+    return _refused_values(problem)
+
+
+def _refused_values(problem: Problem) -> str | None:
+    for value in problem.mask.mask.values():
+        if "N" in value.axes:
+            return f"its kernels take mask values per batch row, query or key, not along {value.axes} (a dense mask)"
+        if np.dtype(value.array.dtype) != np.int32:
+            return f"its kernels take mask values that are int32, not {value.array.dtype}"
+    return None

@@ -1,0 +1,133 @@
+"""Tile sizes of the Hopper kernels."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
+from jflash.errors import ArgumentError
+from jflash.hardware import Hardware
+from jflash.masks.tile_map import TileMap
+from jflash.problem import Problem
+
+
+def _check(**found: tuple[object, tuple]) -> None:
+    for name, (value, allowed) in found.items():
+        if value not in allowed:
+            wanted = "one of " + ", ".join(map(repr, allowed))
+            raise ArgumentError("tiles", found=f"{name}={value!r}", wanted=wanted)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardTiles:
+    """How the forward kernel cuts its work. Each field changes the speed and never the result.
+
+    Attributes:
+      warpgroups: warpgroups that compute, of 64 queries each.
+      block_k: keys of a tile.
+      stages: tiles of K, and of V, that shared memory holds.
+      ping_pong: warpgroups take turns at issuing their matmuls.
+      pin_wait: keeps the compiler from waiting for P V before the exponentials of the next tile.
+      head_group: heads whose tiles run side by side, so that long tiles come first and K and V stay in the L2 cache.
+
+    Raises:
+      ArgumentError: a value that the kernel is not written for.
+    """
+
+    warpgroups: int
+    block_k: int
+    stages: int = 2
+    ping_pong: bool = True
+    pin_wait: bool = True
+    head_group: int = 1
+
+    def __post_init__(self):
+        _check(
+            warpgroups=(self.warpgroups, (1, 2, 3)),
+            block_k=(self.block_k, (64, 128, 192, 256)),
+            stages=(self.stages, (1, 2, 3, 4)),
+            head_group=(self.head_group, (1, 2, 4, 8, 16)),
+        )
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block of threads."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTiles:
+    """How the backward kernel cuts its work.
+
+    Attributes:
+      block_q: queries of a step.
+      block_k: keys of a block of threads.
+      stages: tiles of Q, and of dO, that shared memory holds.
+      dk_in_flight: dK of a step is awaited in the next one.
+
+    Raises:
+      ArgumentError: a value that the kernel is not written for.
+    """
+
+    block_q: int
+    block_k: int = 128
+    stages: int = 2
+    dk_in_flight: bool = False
+
+    def __post_init__(self):
+        _check(
+            block_q=(self.block_q, (64, 128)),
+            block_k=(self.block_k, (64, 128)),
+            stages=(self.stages, (1, 2)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperTiles:
+    """Tile sizes of `backend="mosaic_gpu"` on Hopper.
+
+    Attributes:
+      forward, backward: of each kernel.
+      inline_ptx: named barriers and votes of a warp; off, mbarriers and votes of a warpgroup do the same more slowly,
+        and the kernels run in Pallas' interpretation of GPU kernels.
+    """
+
+    forward: ForwardTiles
+    backward: BackwardTiles
+    inline_ptx: bool = True
+
+
+def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
+    """The tiles that did best on an H200 among those tried (docs/decisions.md)."""
+    return HopperTiles(forward=_forward_tiles(problem), backward=_backward_tiles(problem))
+
+
+def _forward_tiles(problem: Problem) -> ForwardTiles:
+    H, Hv = (CHUNK * chunks(size) for size in (problem.H, problem.Hv))
+    widest = max(H, Hv)
+    whole = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
+    masked = not whole.is_all_full
+    head_group = math.gcd(problem.N, 4 if widest <= 128 else 2) if masked else 1
+    if widest <= 64:
+        return ForwardTiles(warpgroups=3, block_k=128, ping_pong=False, pin_wait=masked, head_group=head_group)
+    # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
+    block_k = 128 if Hv <= 128 and H <= 192 else 64
+    return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
+
+
+def _backward_tiles(problem: Problem) -> BackwardTiles:
+    widest = CHUNK * max(chunks(problem.H), chunks(problem.Hv))
+    if widest <= 64:
+        return BackwardTiles(block_q=128, dk_in_flight=True)
+    if widest <= 128:
+        return BackwardTiles(block_q=64)
+    return BackwardTiles(block_q=64, block_k=64, stages=1)
+
+
+def forward_smem_bytes(tiles: ForwardTiles, *, H: int, Hv: int, dtype: np.dtype) -> int:
+    """Shared memory of the forward kernel but for its barriers and alignment, which take less than 4 KiB."""
+    row_bytes = CHUNK * dtype.itemsize
+    q = tiles.block_q * max(chunks(H), chunks(Hv)) * row_bytes
+    kv = tiles.stages * tiles.block_k * (chunks(H) + chunks(Hv)) * row_bytes
+    return q + kv

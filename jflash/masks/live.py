@@ -1,0 +1,77 @@
+"""Which keys somebody sees. A key that nobody sees may hold anything, NaN too, and a kernel multiplies it by 0."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jflash.masks.mask import Interval, Mask, Value, is_traced, maximum, minimum
+from jflash.masks.tile_map import TileMap
+
+_BLOCK = 128
+
+
+def zero_dead_keys(x: Float[Array, "B S K d"], mask: Mask, *, T: int, S: int) -> Float[Array, "B S K d"]:
+    """`x` with 0 at the keys that no query sees; `x` itself where it is known when tracing that there are none."""
+    live = live_keys(mask, T=T, S=S)
+    if not is_traced(live) and live.all():
+        return x
+    return jnp.where(jnp.asarray(live)[..., None, None], x, 0)
+
+
+def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
+    """Whether some query sees each key, for a mask after `bind`; numpy where that is known when tracing.
+
+    Work and memory are in proportion to the tiles that the mask visits, and never T x S.
+    """
+    if mask.has_spans:
+        keys = np.arange(S, dtype=np.int32)[None]
+        values = (value.expanded().reshape(-1, 1) for value in mask.values())
+        hull = mask.query_span(Interval(keys, keys), *values).hull
+        first, last = maximum(hull.first, 0), minimum(hull.last, T - 1)
+        return (first <= last) & (keys >= 0)
+    return _live_by_tiles(mask, T, S)
+
+
+def _live_by_tiles(mask: Mask, T: int, S: int) -> Bool[Array, "#B S"]:
+    """Visit by visit, each tile of keys asks the next tile of queries that it may see."""
+    tile_map = TileMap(mask=mask, T=T, S=S, block_q=_BLOCK, block_k=_BLOCK, transpose=True)
+    lists = jax.tree.map(jnp.asarray, tile_map.lists())
+    values = [_tiles(value, T, S) for value in mask.values()]
+    inside = jnp.arange(_BLOCK, dtype=jnp.int32)
+    k = (jnp.arange(tile_map.rows, dtype=jnp.int32)[:, None] * _BLOCK + inside)[..., None, :]
+
+    def step(i, live):
+        # (B or 1, N or 1, tiles of keys): the i-th tile of queries of each.
+        tile = lax.dynamic_index_in_dim(lists.column, i, axis=-1, keepdims=False)
+        q = (tile[..., None] * _BLOCK + inside)[..., None]
+        pairs = mask.evaluate(q, k, *(_gather(value, tile) for value in values)) & (q < T) & (k < S)
+        return live | (pairs.any(-2) & (i < lists.count)[..., None])
+
+    shape = jnp.broadcast_shapes(lists.count.shape, *(value.shape[:2] + (1,) for value in values))
+    live = lax.fori_loop(0, lists.count.max(), step, jnp.zeros((*shape, _BLOCK), bool))
+    return live.any(1).reshape(shape[0], -1)[:, :S]
+
+
+def _tiles(value: Value, T: int, S: int) -> Array:
+    """(B or 1, N or 1, tiles of queries or 1, tiles of keys or 1, _BLOCK or 1, _BLOCK or 1)."""
+    array = jnp.asarray(value.expanded())
+    for axis, length in ((2, T), (3, S)):
+        if array.shape[axis] > 1:
+            array = jnp.pad(array, [(0, -length % _BLOCK if axis == a else 0) for a in range(4)])
+    B, N, rows, columns = array.shape
+    q_block, k_block = (_BLOCK if size > 1 else 1 for size in (rows, columns))
+    array = array.reshape(B, N, rows // q_block, q_block, columns // k_block, k_block)
+    return array.transpose(0, 1, 2, 4, 3, 5)
+
+
+def _gather(value: Array, tile: Array) -> Array:
+    """The value at each tile of keys and its tile of queries: (B, N, tiles of keys, _BLOCK or 1, _BLOCK or 1)."""
+    B, N, rows, columns, q_block, k_block = value.shape
+    if rows == 1:
+        return value[:, :, 0]
+    b, n = (jnp.arange(size)[:, None, None] for size in (B, N))
+    n = n.reshape(1, -1, 1)
+    column = jnp.arange(tile.shape[-1]) if columns > 1 else jnp.zeros(tile.shape[-1], int)
+    return value[b, n, tile, column]

@@ -75,3 +75,12 @@ def _gather(value: Array, tile: Array) -> Array:
     n = n.reshape(1, -1, 1)
     column = jnp.arange(tile.shape[-1]) if columns > 1 else jnp.zeros(tile.shape[-1], int)
     return value[b, n, tile, column]
+
+
+def every_query_sees_a_key(mask: Mask, *, T: int, S: int) -> bool:
+    """Whether it is known when tracing that each query sees some key, for a mask after `bind`."""
+    if not mask.has_spans or mask.values():
+        return False
+    queries = np.arange(T, dtype=np.int32)
+    hull = mask.key_span(Interval(queries, queries)).hull
+    return bool(np.all(np.maximum(hull.first, 0) <= np.minimum(hull.last, S - 1)))

@@ -8,7 +8,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
-from jflash.masks.mask import UNLIMITED, Interval, Mask, Span, Value, is_static, kind_of, pattern, where
+from jflash.masks.mask import (
+    UNLIMITED,
+    Interval,
+    Mask,
+    Span,
+    Value,
+    is_static,
+    kind_of,
+    maximum,
+    minimum,
+    pattern,
+    where,
+)
 
 _EVERYTHING = Interval(-UNLIMITED, UNLIMITED)
 _INT32 = np.iinfo(np.int32)
@@ -84,16 +96,20 @@ class _Band(Mask):
 
     def _limits(self, offset: tuple) -> tuple[Any, Any]:
         """The distances to the first and to the last key that a query sees."""
-        shift = offset[0] if offset else self.offset
+        # As `bind` does: beyond this an offset means the same, and sums with it could pass 2^31.
+        limit = UNLIMITED // 2
+        shift = minimum(maximum(offset[0], -limit), limit) if offset else self.offset
         first = -UNLIMITED if self.left is None else shift - self.left
         last = UNLIMITED if self.right is None else shift + self.right
         return first, last
 
     def evaluate(self, q, k, *offset):
-        # Differences of indices, never sums with a limit: those could pass 2^31 for an unlimited side.
+        # An unlimited side is not compared at all, and a limit moves k, not the difference of k and q: a tile of a
+        # kernel has as many differences as pairs. |k - limit| stays below 2^29 + 2^30, so nothing wraps around.
         first, last = self._limits(offset)
-        distance = k - q
-        return (distance >= first) & (distance <= last)
+        if self.left is None:
+            return k - last <= q if self.right is not None else (q == q) & (k == k)
+        return k - first >= q if self.right is None else (k - first >= q) & (k - last <= q)
 
     def key_span(self, queries: Interval, *offset) -> Span:
         first, last = self._limits(offset)

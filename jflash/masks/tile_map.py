@@ -77,7 +77,12 @@ class TileMap:
     @property
     def is_all_full(self) -> bool:
         """Whether it is known when tracing that every tile is FULL, so that no mask code is needed."""
-        return not self.mask.values() and bool((self.kinds() == TileKind.FULL.value).all())
+        if self.mask.values():
+            return False
+        if self.form == "lists":
+            return bool((self.kinds() == TileKind.FULL.value).all())
+        run = self.run(np.arange(self.rows, dtype=np.int32))
+        return bool(np.all(run.full_start == 0) and np.all(run.full_stop == self.columns))
 
     def run(self, row: Any, *values: Any) -> Run:
         """The run of one row, or of an array of rows, with the mask's values of the batch row; form "runs" only."""

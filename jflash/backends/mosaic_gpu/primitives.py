@@ -1,6 +1,8 @@
 """What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, turns, votes."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ WARPGROUP_ROWS = 64
 CHUNK = 64
 """Columns of a chunk: 128 bytes of 16 bits, the widest swizzle."""
 _SWIZZLE_BYTES = 128
+_TILE_ROWS = 8
 
 # Named barriers: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
 _FIRST_TURN_BARRIER = 5
@@ -38,43 +41,80 @@ def chunks(columns: int) -> int:
     return -(-columns // CHUNK)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """How shared memory holds the columns of a tile: `count` pieces of `width` columns, one after the other.
+
+    One piece where the sizes allow it. Otherwise chunks: each a matmul of its own, with addresses of its own, which
+    cost a warpgroup of the backward kernel 20 registers at H=128.
+    """
+
+    count: int
+    width: int
+    is_tiled: bool
+
+    @classmethod
+    def of(cls, columns: int, *lengths: int) -> "Pieces":
+        """Of so many columns of arrays of these lengths."""
+        if columns % CHUNK == 0 and all(length % _TILE_ROWS == 0 for length in lengths):
+            return cls(1, columns, True)
+        return cls(chunks(columns), CHUNK, False)
+
+    @property
+    def chunks(self) -> int:
+        return self.count * self.width // CHUNK
+
+    def refs(self, ref: Any, *index: Any) -> list[Any]:
+        """Each piece of a reference (pieces, rows, width), with the same index into its rows."""
+        return [ref.at[(piece, *index)] for piece in range(self.count)]
+
+    def chunk(self, ref: Any, chunk: Any) -> Any:
+        """One chunk of a reference (pieces, rows, width): its rows and CHUNK columns."""
+        return ref.at[chunk] if self.width == CHUNK else ref.at[0, :, pl.ds(chunk * CHUNK, CHUNK)]
+
+
 def i32(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-def smem_chunks(shape: tuple[int, ...], dtype: np.dtype) -> plgpu.RefUnion:
-    """Shared memory of shape (..., rows, CHUNK) as two references to the same bytes: for TMA, and for WGMMA.
+def smem_pieces(leading: tuple[int, ...], rows: int, pieces: Pieces, dtype: np.dtype) -> tuple[Any, Any]:
+    """Shared memory (*leading, pieces, rows, width), as references for TMA and for WGMMA to put into one `RefUnion`.
 
-    A tile of more columns is several chunks, one after the other. WGMMA wants tiles of 8 rows by 128 bytes, which in one
-    chunk are its rows as they follow each other. TMA wants an untiled shape: tiled, it takes no array whose length is
-    not a multiple of 8, while untiled it fills what is past the end of an axis with zeros, and clips stores there. So
-    neither a ragged length nor a head dim that is no multiple of 64 needs a padded copy of an array.
+    WGMMA wants tiles of 8 rows by 128 bytes. TMA can write them, but not of an array whose length is no multiple of 8,
+    or whose columns are more than a tile and no multiple of it: Mosaic would tile the array too. In a single chunk the
+    tiles are its rows as they follow each other, so there TMA takes the untiled shape, and it fills what is past the
+    end of an axis with zeros, and clips stores there. Neither a ragged length nor an odd head dim needs a padded copy.
     """
-    swizzle = plgpu.SwizzleTransform(_SWIZZLE_BYTES)
-    return plgpu.RefUnion(
-        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
-        plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, CHUNK)), swizzle)),
-    )
+    shape = (*leading, pieces.count, rows, pieces.width)
+    for_wgmma = smem_tiles(shape, dtype)
+    untiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(_SWIZZLE_BYTES),))
+    return for_wgmma if pieces.is_tiled else untiled, for_wgmma
 
 
-def load_chunks(source: Any, destination: Any, barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
-    """TMA of rows of one head of a (B, length, heads, columns) array; each chunk arrives at `barrier` once."""
-    for chunk in range(destination.shape[0]):
-        columns = _columns(chunk, source.shape[-1], row)
-        plgpu.copy_gmem_to_smem(source.at[b, pl.ds(row, rows), head, columns], destination.at[chunk], barrier)
+def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> plgpu.SMEM:
+    """Shared memory of shape (..., rows, columns) for WGMMA, and for TMA of arrays whose sizes fit the tiles."""
+    tiling = plgpu.TilingTransform((_TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE_BYTES)))
 
 
-def store_chunks(source: Any, destination: Any, *, b: Any, row: Any, rows: int, head: Any, count: int) -> None:
-    """The opposite of `load_chunks`, of the first `count` chunks; `commit_smem` comes before it."""
-    for chunk in range(count):
-        columns = _columns(chunk, destination.shape[-1], row)
-        plgpu.copy_smem_to_gmem(source.at[chunk], destination.at[b, pl.ds(row, rows), head, columns])
+def load_pieces(source: Any, pieces: Sequence[Any], barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
+    """TMA of rows of one head of a (B, length, heads, columns) array; each piece arrives at `barrier` once."""
+    for index, piece in enumerate(pieces):
+        columns = _columns(index, piece.shape[-1], source.shape[-1], row)
+        plgpu.copy_gmem_to_smem(source.at[b, pl.ds(row, rows), head, columns], piece, barrier)
 
 
-def _columns(chunk: int, size: int, dynamic: Any) -> Any:
-    """The columns of a chunk. Past the end their start is made dynamic: Pallas refuses a static slice there."""
-    start = chunk * CHUNK
-    return pl.ds(start if start + CHUNK <= size else dynamic * 0 + start, CHUNK)
+def store_pieces(pieces: Sequence[Any], destination: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
+    """The opposite of `load_pieces`; `commit_smem` comes before it."""
+    for index, piece in enumerate(pieces):
+        columns = _columns(index, piece.shape[-1], destination.shape[-1], row)
+        plgpu.copy_smem_to_gmem(piece, destination.at[b, pl.ds(row, rows), head, columns])
+
+
+def _columns(index: int, width: int, size: int, dynamic: Any) -> Any:
+    """The columns of a piece. Past the end their start is made dynamic: Pallas refuses a static slice there."""
+    start = index * width
+    return pl.ds(start if start + width <= size else dynamic * 0 + start, width)
 
 
 def load_global(ref: Any, start: Any, size: int, *, layout: Any) -> jax.Array:

@@ -19,21 +19,20 @@ from jax import lax
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
-    CHUNK,
     LOG2_E,
     WARPGROUP_ROWS,
     NoTurns,
+    Pieces,
     Turns,
     along_columns,
     along_rows,
     any_row,
-    chunks,
     i32,
-    load_chunks,
     load_global,
+    load_pieces,
     row_ids,
-    smem_chunks,
-    store_chunks,
+    smem_pieces,
+    store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
 from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits
@@ -71,7 +70,8 @@ class _Forward:
         self.tiles: ForwardTiles = tiles.forward
         self.inline_ptx = tiles.inline_ptx
         self.block_q, self.block_k = self.tiles.block_q, self.tiles.block_k
-        self.q_chunks, self.v_chunks = chunks(problem.H), chunks(problem.Hv)
+        lengths = problem.T, problem.S
+        self.qk, self.vo = Pieces.of(problem.H, *lengths), Pieces.of(problem.Hv, *lengths)
         self.logit_scale_log2 = problem.scale * LOG2_E
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
@@ -109,14 +109,17 @@ class _Forward:
             thread_name="warpgroup",
             scratch_types=[
                 # Out goes where Q was.
-                smem_chunks((warpgroups, max(self.q_chunks, self.v_chunks), WARPGROUP_ROWS, CHUNK), dtype),
-                smem_chunks((stages, self.q_chunks, self.block_k, CHUNK), dtype),
-                smem_chunks((stages, self.v_chunks, self.block_k, CHUNK), dtype),
+                plgpu.RefUnion(
+                    *smem_pieces((warpgroups,), WARPGROUP_ROWS, self.qk, dtype),
+                    *smem_pieces((warpgroups,), WARPGROUP_ROWS, self.vo, dtype),
+                ),
+                plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
+                plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
                 plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
                 plgpu.SMEM((self.block_k,), jnp.int32),
-                barrier(num_arrivals=self.q_chunks, num_barriers=warpgroups),
-                barrier(num_arrivals=self.q_chunks, num_barriers=stages),
-                barrier(num_arrivals=self.v_chunks, num_barriers=stages),
+                barrier(num_arrivals=self.qk.count, num_barriers=warpgroups),
+                barrier(num_arrivals=self.qk.count, num_barriers=stages),
+                barrier(num_arrivals=self.vo.count, num_barriers=stages),
                 free,
                 free,
                 Turns.barriers(warpgroups),
@@ -131,7 +134,7 @@ class _Forward:
         q_full, k_full, v_full, k_free, v_free, turns, ids_full,
     ):  # fmt: skip
         q_g, k_g, v_g, ids_g = inputs
-        (q_tma, q_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
+        (q_tma, q_mma, out_tma, out_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
         b, n, row = self._place(lax.axis_index("block"))
@@ -154,7 +157,7 @@ class _Forward:
                     issue.pass_on()  # The first warpgroup begins.
 
             mask = functools.partial(self._mask, visits, mask_refs, ids_s, b, q_at)
-            accumulators = [plgpu.ACC((WARPGROUP_ROWS, CHUNK), jnp.float32)] * self.v_chunks
+            accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
             loop = functools.partial(
                 self._attend, visits, mask, issue, q_mma.at[warpgroup], k_mma, v_mma, k_full, v_full, k_free, v_free
             )
@@ -162,14 +165,14 @@ class _Forward:
 
             is_dead = l == 0
             inverse = jnp.where(is_dead, 0, 1 / l)
-            for chunk, part_of_o in enumerate(o):
-                q_mma[warpgroup, chunk] = (part_of_o * along_rows(inverse, part_of_o.shape)).astype(out_g.dtype)
+            for piece, part_of_o in enumerate(o):
+                out_mma[warpgroup, piece] = (part_of_o * along_rows(inverse, part_of_o.shape)).astype(out_g.dtype)
             lse_s[warpgroup] = jnp.where(is_dead, -jnp.inf, _shift(m) * self.problem.scale + jnp.log(l))
             plgpu.commit_smem()
 
             # Also past the last query: out is clipped there, and lse has room.
             place = {"b": b, "row": q_at, "rows": WARPGROUP_ROWS, "head": n}
-            store_chunks(q_tma.at[warpgroup], out_g, **place, count=self.v_chunks)
+            store_pieces(self.vo.refs(out_tma.at[warpgroup]), out_g, **place)
             plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_g.at[b, n, pl.ds(q_at, WARPGROUP_ROWS)])
 
             @pl.when(warpgroup == 0)
@@ -183,10 +186,12 @@ class _Forward:
             plgpu.set_max_registers(_LOAD_REGISTERS[warpgroups], action="decrease")
             for w in range(warpgroups):
                 place = {"b": b, "row": row * self.block_q + w * WARPGROUP_ROWS, "rows": WARPGROUP_ROWS, "head": n}
-                load_chunks(q_g, q_tma.at[w, pl.ds(0, self.q_chunks)], q_full.at[w], **place)
+                load_pieces(q_g, self.qk.refs(q_tma.at[w]), q_full.at[w], **place)
             if self.visits.is_masked:
                 plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
-            self._load(visits, b, n, (k_g, k_tma, k_full, k_free), (v_g, v_tma, v_full, v_free))
+            key = k_g, k_tma, self.qk, k_full, k_free
+            value = v_g, v_tma, self.vo, v_full, v_free
+            self._load(visits, b, n, key, value)
 
     def _place(self, block: Any) -> tuple[Any, Any, Any]:
         """Batch row, head and row of tiles of a block; the last rows, the longest of a causal mask, come first."""
@@ -197,13 +202,13 @@ class _Forward:
         head += lax.div(rest, i32(rows)) * group
         return lax.div(head, i32(N)), lax.rem(head, i32(N)), row
 
-    # The warpgroup that loads ------------------------------------------------------------------------------------------
+    # The warpgroup that loads -----------------------------------------------------------------------------------------
 
     def _load(self, visits, b, n, key, value) -> None:
         stages = self.tiles.stages
         head = lax.div(n, i32(self.problem.group))
 
-        def load(i, source, smem, full, free):
+        def load(i, source, smem, pieces, full, free):
             slot = self._slot(i)
 
             @pl.when(i >= stages)
@@ -211,7 +216,8 @@ class _Forward:
                 plgpu.barrier_wait(free.at[slot])
 
             row = visits.column(i) * self.block_k
-            load_chunks(source, smem.at[slot], full.at[slot], b=b, row=row, rows=self.block_k, head=head)
+            place = {"b": b, "row": row, "rows": self.block_k, "head": head}
+            load_pieces(source, pieces.refs(smem.at[slot]), full.at[slot], **place)
 
         load(i32(0), *key)
 
@@ -235,20 +241,20 @@ class _Forward:
     def _slot(self, i: Any) -> Any:
         return lax.rem(i32(i), i32(self.tiles.stages))
 
-    # The warpgroups that compute ---------------------------------------------------------------------------------------
+    # The warpgroups that compute --------------------------------------------------------------------------------------
 
     def _attend(self, visits, mask, issue, q, k, v, k_full, v_full, k_free, v_free, *o_refs):
-        """The chunks of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
+        """The pieces of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
         dtype = self.problem.dtype
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
 
         def issue_s(s_ref, slot):
-            for chunk in range(self.q_chunks):
-                plgpu.wgmma(s_ref, q.at[chunk], k.at[slot, chunk].T)
+            for q_piece, k_piece in zip(self.qk.refs(q), self.qk.refs(k.at[slot])):
+                plgpu.wgmma(s_ref, q_piece, k_piece.T)
 
         def issue_o(p, slot):
-            for chunk, o_ref in enumerate(o_refs):
-                plgpu.wgmma(o_ref, p, v.at[slot, chunk])
+            for o_ref, v_piece in zip(o_refs, self.vo.refs(v.at[slot])):
+                plgpu.wgmma(o_ref, p, v_piece)
 
         def wait_for_k(i):
             @pl.when(i < visits.count)
@@ -271,7 +277,7 @@ class _Forward:
                 issue_s(s_ref, slot)
                 issue_o(p16, previous)
                 issue.pass_on()
-                return plgpu.wgmma_accumulator_load(s_ref, wait_n=self.v_chunks)
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
 
             s = pl.run_scoped(matmuls, s_accumulator)
             plgpu.barrier_arrive(k_free.at[slot])

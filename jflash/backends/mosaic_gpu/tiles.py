@@ -84,23 +84,64 @@ class BackwardTiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DqTiles:
+    """How the kernel that computes dq alone cuts its work. Each field changes the speed and never the result.
+
+    Attributes:
+      block_k: keys of a step.
+      k_stages, v_stages: tiles of K, and of V, that shared memory holds.
+      head_group: as in `ForwardTiles`.
+
+    Raises:
+      ArgumentError: a value that the kernel is not written for.
+    """
+
+    block_k: int
+    k_stages: int = 2
+    v_stages: int = 2
+    head_group: int = 1
+
+    def __post_init__(self):
+        _check(
+            block_k=(self.block_k, (64, 128)),
+            k_stages=(self.k_stages, (1, 2, 3, 4)),
+            v_stages=(self.v_stages, (1, 2, 3, 4)),
+            head_group=(self.head_group, (1, 2, 4, 8, 16)),
+        )
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute: a third would leave 160 registers to each thread."""
+        return 2
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block of threads."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
     """Tile sizes of `backend="mosaic_gpu"` on Hopper.
 
     Attributes:
       forward, backward: of each kernel.
+      backward_dq: of the one that computes dq where gradients must be deterministic.
       inline_ptx: named barriers and votes of a warp; off, mbarriers and votes of a warpgroup do the same more slowly,
         and the kernels run in Pallas' interpretation of GPU kernels.
     """
 
     forward: ForwardTiles
     backward: BackwardTiles
+    backward_dq: DqTiles
     inline_ptx: bool = True
 
 
 def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     """The tiles that did best on an H200 among those tried (docs/decisions.md)."""
-    return HopperTiles(forward=_forward_tiles(problem), backward=_backward_tiles(problem))
+    return HopperTiles(
+        forward=_forward_tiles(problem), backward=_backward_tiles(problem), backward_dq=_dq_tiles(problem)
+    )
 
 
 def _forward_tiles(problem: Problem) -> ForwardTiles:
@@ -123,6 +164,11 @@ def _backward_tiles(problem: Problem) -> BackwardTiles:
     if widest <= 128:
         return BackwardTiles(block_q=64)
     return BackwardTiles(block_q=64, block_k=64, stages=1)
+
+
+def _dq_tiles(problem: Problem) -> DqTiles:
+    H, Hv = (CHUNK * chunks(size) for size in (problem.H, problem.Hv))
+    return DqTiles(block_k=128 if max(H, Hv) <= 128 else 64, v_stages=2 if H + Hv <= 448 else 1)
 
 
 def forward_smem_bytes(tiles: ForwardTiles, *, H: int, Hv: int, dtype: np.dtype) -> int:

@@ -144,12 +144,25 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     )
 
 
+def _columns(problem: Problem) -> tuple[int, int]:
+    """Columns of the chunks that hold a row of Q or K, and of those that hold one of V."""
+    return CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
+
+
+def _is_masked(problem: Problem) -> bool:
+    tiles = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
+    return not tiles.is_all_full
+
+
+def _head_group(problem: Problem) -> int:
+    if not _is_masked(problem):
+        return 1
+    return math.gcd(problem.N, 4 if max(_columns(problem)) <= 128 else 2)
+
+
 def _forward_tiles(problem: Problem) -> ForwardTiles:
-    H, Hv = (CHUNK * chunks(size) for size in (problem.H, problem.Hv))
-    widest = max(H, Hv)
-    whole = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
-    masked = not whole.is_all_full
-    head_group = math.gcd(problem.N, 4 if widest <= 128 else 2) if masked else 1
+    H, Hv = _columns(problem)
+    widest, masked, head_group = max(H, Hv), _is_masked(problem), _head_group(problem)
     if widest <= 64:
         return ForwardTiles(warpgroups=3, block_k=128, ping_pong=False, pin_wait=masked, head_group=head_group)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
@@ -158,7 +171,7 @@ def _forward_tiles(problem: Problem) -> ForwardTiles:
 
 
 def _backward_tiles(problem: Problem) -> BackwardTiles:
-    widest = CHUNK * max(chunks(problem.H), chunks(problem.Hv))
+    widest = max(_columns(problem))
     if widest <= 64:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if widest <= 128:
@@ -167,8 +180,16 @@ def _backward_tiles(problem: Problem) -> BackwardTiles:
 
 
 def _dq_tiles(problem: Problem) -> DqTiles:
-    H, Hv = (CHUNK * chunks(size) for size in (problem.H, problem.Hv))
-    return DqTiles(block_k=128 if max(H, Hv) <= 128 else 64, v_stages=2 if H + Hv <= 448 else 1)
+    """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 223 registers."""
+    H, Hv = _columns(problem)
+    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers; with more
+    # than 448 columns, Q, dO and two stages of K and of V not the 227 KiB of shared memory. V gives way: its slot is
+    # free as soon as dP is there, that of K only after dQ.
+    return DqTiles(
+        block_k=128 if max(H, Hv) <= 128 else 64,
+        v_stages=2 if H + Hv <= 448 else 1,
+        head_group=_head_group(problem),
+    )
 
 
 def forward_smem_bytes(tiles: ForwardTiles, *, H: int, Hv: int, dtype: np.dtype) -> int:

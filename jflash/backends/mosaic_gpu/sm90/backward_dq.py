@@ -148,8 +148,7 @@ class _Dq:
             plgpu.barrier_wait(q_full.at[warpgroup])
             plgpu.barrier_wait(d_out_full.at[warpgroup])
             start_s = functools.partial(self._start_s, visits, mask_refs, ids_s, b, q_at, starts[0])
-            q_own, d_out_own = q_mma.at[warpgroup], d_out_mma.at[warpgroup]
-            sum_up = functools.partial(self._sum_up, visits, start_s, starts[1], q_own, d_out_own, k, v)
+            sum_up = functools.partial(self._sum_up, visits, start_s, starts[1], warpgroup, q_mma, d_out_mma, k, v)
             accumulators = [plgpu.ACC((WARPGROUP_ROWS, CHUNK), jnp.float32)] * self.q_chunks
             for chunk, part_of_dq in enumerate(pl.run_scoped(sum_up, *accumulators)):
                 q_mma[warpgroup, chunk] = (part_of_dq * self.problem.scale).astype(dq_g.dtype)
@@ -169,7 +168,7 @@ class _Dq:
                 plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
             self._load(visits, {"b": b, "head": lax.div(n, i32(self.problem.group))}, (k_g, *k), (v_g, *v))
 
-    # The warpgroup that loads ------------------------------------------------------------------------------------------
+    # The warpgroup that loads -----------------------------------------------------------------------------------------
 
     def _load(self, visits, place, key, value) -> None:
         k_stages, v_stages = self.tiles.k_stages, self.tiles.v_stages
@@ -196,9 +195,9 @@ class _Dq:
             refill(i, v_stages, *value)  # V of a step is free before its K.
             refill(i, k_stages, *key)
 
-    # The warpgroups that compute ---------------------------------------------------------------------------------------
+    # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _sum_up(self, visits, start_s, minus_delta, q, d_out, key, value, *dq_refs):
+    def _sum_up(self, visits, start_s, minus_delta, warpgroup, q, d_out, key, value, *dq_refs):
         """The chunks of the sum of ds · k over the visited tiles."""
         ((_, k), k_full, k_free), ((_, v), v_full, v_free) = key, value
         k_stages, v_stages = self.tiles.k_stages, self.tiles.v_stages
@@ -208,15 +207,19 @@ class _Dq:
         @pl.loop(0, visits.count)
         def _(i):
             k_slot, v_slot = _slot(i, k_stages), _slot(i, v_stages)
+            # Anew in each step: LLVM would compute the descriptors of all chunks of Q, dO and, with one stage, V before
+            # the loop, and at H = Hv = 256 they do not fit the registers (264 bytes of spills).
+            own, zero = lax.optimization_barrier((warpgroup, i32(0)))
+            v_slot = v_slot + zero
 
             def s_and_dp(s_ref, dp_ref):
                 s_ref[...] = start_s(i)
                 dp_ref[...] = along_rows(minus_delta, self.s_shape)
                 for chunk in range(self.q_chunks):
-                    plgpu.wgmma(s_ref, q.at[chunk], k.at[k_slot, chunk].T)
+                    plgpu.wgmma(s_ref, q.at[own, chunk], k.at[k_slot, chunk].T)
                 plgpu.barrier_wait(v_full.at[v_slot])
                 for chunk in range(self.v_chunks):
-                    plgpu.wgmma(dp_ref, d_out.at[chunk], v.at[v_slot, chunk].T)
+                    plgpu.wgmma(dp_ref, d_out.at[own, chunk], v.at[v_slot, chunk].T)
                 p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.v_chunks) * scale_log2)
                 return p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
 

@@ -180,7 +180,7 @@ def _backward_tiles(problem: Problem) -> BackwardTiles:
 
 
 def _dq_tiles(problem: Problem) -> DqTiles:
-    """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 223 registers."""
+    """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
     H, Hv = _columns(problem)
     # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers; with more
     # than 448 columns, Q, dO and two stages of K and of V not the 227 KiB of shared memory. V gives way: its slot is

@@ -45,10 +45,10 @@ def i32(x: Any) -> jax.Array:
 def smem_chunks(shape: tuple[int, ...], dtype: np.dtype) -> plgpu.RefUnion:
     """Shared memory of shape (..., rows, CHUNK) as two references to the same bytes: for TMA, and for WGMMA.
 
-    A tile of more columns is several chunks, one after the other. WGMMA wants tiles of 8 rows by 128 bytes, which in one
-    chunk are its rows as they follow each other. TMA wants an untiled shape: tiled, it takes no array whose length is
-    not a multiple of 8, while untiled it fills what is past the end of an axis with zeros, and clips stores there. So
-    neither a ragged length nor a head dim that is no multiple of 64 needs a padded copy of an array.
+    A tile of more columns is several chunks, one after the other. WGMMA wants tiles of 8 rows by 128 bytes, which in
+    one chunk are its rows as they follow each other. TMA wants an untiled shape: tiled, it takes no array whose length
+    is not a multiple of 8, while untiled it fills what is past the end of an axis with zeros, and clips stores there.
+    So neither a ragged length nor a head dim that is no multiple of 64 needs a padded copy of an array.
     """
     swizzle = plgpu.SwizzleTransform(_SWIZZLE_BYTES)
     return plgpu.RefUnion(

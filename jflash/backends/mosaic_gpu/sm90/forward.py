@@ -36,7 +36,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     store_chunks,
 )
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits
+from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
@@ -134,7 +134,8 @@ class _Forward:
         (q_tma, q_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
-        b, n, row = self._place(lax.axis_index("block"))
+        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
+        b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
         part = lax.min(warpgroup, i32(warpgroups - 1))
         visits = self.visits.of_row(visit_refs, b=b, row=row, part=part)
 
@@ -188,16 +189,7 @@ class _Forward:
                 plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
             self._load(visits, b, n, (k_g, k_tma, k_full, k_free), (v_g, v_tma, v_full, v_free))
 
-    def _place(self, block: Any) -> tuple[Any, Any, Any]:
-        """Batch row, head and row of tiles of a block; the last rows, the longest of a causal mask, come first."""
-        group, rows, N = self.tiles.head_group, self.visits.rows, self.problem.N
-        head = lax.rem(block, i32(group))
-        rest = lax.div(block, i32(group))
-        row = rows - 1 - lax.rem(rest, i32(rows))
-        head += lax.div(rest, i32(rows)) * group
-        return lax.div(head, i32(N)), lax.rem(head, i32(N)), row
-
-    # The warpgroup that loads ------------------------------------------------------------------------------------------
+    # The warpgroup that loads -----------------------------------------------------------------------------------------
 
     def _load(self, visits, b, n, key, value) -> None:
         stages = self.tiles.stages
@@ -235,7 +227,7 @@ class _Forward:
     def _slot(self, i: Any) -> Any:
         return lax.rem(i32(i), i32(self.tiles.stages))
 
-    # The warpgroups that compute ---------------------------------------------------------------------------------------
+    # The warpgroups that compute --------------------------------------------------------------------------------------
 
     def _attend(self, visits, mask, issue, q, k, v, k_full, v_full, k_free, v_free, *o_refs):
         """The chunks of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""

@@ -1,11 +1,15 @@
 """Which keys somebody sees. A key that nobody sees may hold anything, NaN too, and a kernel multiplies it by 0."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jflash.masks.combine import Or
 from jflash.masks.mask import Interval, Mask, Value, is_traced, maximum, minimum
 from jflash.masks.tile_map import TileMap
 
@@ -25,6 +29,8 @@ def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
 
     Work and memory are in proportion to the tiles that the mask visits, and never T x S.
     """
+    if isinstance(mask, Or):  # Who sees a key by one of the masks sees it; of an AND the like does not hold.
+        return functools.reduce(operator.or_, (live_keys(part, T=T, S=S) for part in mask.masks))
     if mask.has_spans:
         keys = np.arange(S, dtype=np.int32)[None]
         values = (value.expanded().reshape(-1, 1) for value in mask.values())
@@ -49,9 +55,9 @@ def _live_by_tiles(mask: Mask, T: int, S: int) -> Bool[Array, "#B S"]:
         pairs = mask.evaluate(q, k, *(_gather(value, tile) for value in values)) & (q < T) & (k < S)
         return live | (pairs.any(-2) & (i < lists.count)[..., None])
 
-    shape = jnp.broadcast_shapes(lists.count.shape, *(value.shape[:2] + (1,) for value in values))
-    live = lax.fori_loop(0, lists.count.max(), step, jnp.zeros((*shape, _BLOCK), bool))
-    return live.any(1).reshape(shape[0], -1)[:, :S]
+    # The first visit stands before the loop, so that the carry has its shape, and in `shard_map` its type.
+    live = lax.fori_loop(1, lists.count.max(), step, step(0, False))
+    return live.any(1).reshape(live.shape[0], -1)[:, :S]
 
 
 def _tiles(value: Value, T: int, S: int) -> Array:
@@ -68,13 +74,12 @@ def _tiles(value: Value, T: int, S: int) -> Array:
 
 def _gather(value: Array, tile: Array) -> Array:
     """The value at each tile of keys and its tile of queries: (B, N, tiles of keys, _BLOCK or 1, _BLOCK or 1)."""
-    B, N, rows, columns, q_block, k_block = value.shape
+    B, N, rows, columns, *_ = value.shape
     if rows == 1:
         return value[:, :, 0]
-    b, n = (jnp.arange(size)[:, None, None] for size in (B, N))
-    n = n.reshape(1, -1, 1)
-    column = jnp.arange(tile.shape[-1]) if columns > 1 else jnp.zeros(tile.shape[-1], int)
-    return value[b, n, tile, column]
+    b, n = np.ix_(np.arange(B), np.arange(N))
+    column = np.arange(tile.shape[-1]) if columns > 1 else 0
+    return value[b[..., None], n[..., None], tile, column]
 
 
 def every_query_sees_a_key(mask: Mask, *, T: int, S: int) -> bool:

@@ -84,31 +84,85 @@ class BackwardTiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DqTiles:
+    """How the kernel that computes dq alone cuts its work. Each field changes the speed and never the result.
+
+    Attributes:
+      block_k: keys of a step.
+      k_stages, v_stages: tiles of K, and of V, that shared memory holds.
+      head_group: as in `ForwardTiles`.
+
+    Raises:
+      ArgumentError: a value that the kernel is not written for.
+    """
+
+    block_k: int
+    k_stages: int = 2
+    v_stages: int = 2
+    head_group: int = 1
+
+    def __post_init__(self):
+        _check(
+            block_k=(self.block_k, (64, 128)),
+            k_stages=(self.k_stages, (1, 2, 3, 4)),
+            v_stages=(self.v_stages, (1, 2, 3, 4)),
+            head_group=(self.head_group, (1, 2, 4, 8, 16)),
+        )
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute: a third would leave 160 registers to each thread."""
+        return 2
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block of threads."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
     """Tile sizes of `backend="mosaic_gpu"` on Hopper.
 
     Attributes:
       forward, backward: of each kernel.
+      backward_dq: of the one that computes dq where gradients must be deterministic.
       inline_ptx: named barriers and votes of a warp; off, mbarriers and votes of a warpgroup do the same more slowly,
         and the kernels run in Pallas' interpretation of GPU kernels.
     """
 
     forward: ForwardTiles
     backward: BackwardTiles
+    backward_dq: DqTiles
     inline_ptx: bool = True
 
 
 def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     """The tiles that did best on an H200 among those tried (docs/decisions.md)."""
-    return HopperTiles(forward=_forward_tiles(problem), backward=_backward_tiles(problem))
+    return HopperTiles(
+        forward=_forward_tiles(problem), backward=_backward_tiles(problem), backward_dq=_dq_tiles(problem)
+    )
+
+
+def _columns(problem: Problem) -> tuple[int, int]:
+    """Columns of the chunks that hold a row of Q or K, and of those that hold one of V."""
+    return CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
+
+
+def _is_masked(problem: Problem) -> bool:
+    tiles = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
+    return not tiles.is_all_full
+
+
+def _head_group(problem: Problem) -> int:
+    if not _is_masked(problem):
+        return 1
+    return math.gcd(problem.N, 4 if max(_columns(problem)) <= 128 else 2)
 
 
 def _forward_tiles(problem: Problem) -> ForwardTiles:
-    H, Hv = (CHUNK * chunks(size) for size in (problem.H, problem.Hv))
-    widest = max(H, Hv)
-    whole = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
-    masked = not whole.is_all_full
-    head_group = math.gcd(problem.N, 4 if widest <= 128 else 2) if masked else 1
+    H, Hv = _columns(problem)
+    widest, masked, head_group = max(H, Hv), _is_masked(problem), _head_group(problem)
     if widest <= 64:
         return ForwardTiles(warpgroups=3, block_k=128, ping_pong=False, pin_wait=masked, head_group=head_group)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
@@ -117,12 +171,25 @@ def _forward_tiles(problem: Problem) -> ForwardTiles:
 
 
 def _backward_tiles(problem: Problem) -> BackwardTiles:
-    widest = CHUNK * max(chunks(problem.H), chunks(problem.Hv))
+    widest = max(_columns(problem))
     if widest <= 64:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if widest <= 128:
         return BackwardTiles(block_q=64)
     return BackwardTiles(block_q=64, block_k=64, stages=1)
+
+
+def _dq_tiles(problem: Problem) -> DqTiles:
+    """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
+    H, Hv = _columns(problem)
+    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers; with more
+    # than 448 columns, Q, dO and two stages of K and of V not the 227 KiB of shared memory. V gives way: its slot is
+    # free as soon as dP is there, that of K only after dQ.
+    return DqTiles(
+        block_k=128 if max(H, Hv) <= 128 else 64,
+        v_stages=2 if H + Hv <= 448 else 1,
+        head_group=_head_group(problem),
+    )
 
 
 def forward_smem_bytes(tiles: ForwardTiles, *, H: int, Hv: int, dtype: np.dtype) -> int:

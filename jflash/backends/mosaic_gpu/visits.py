@@ -87,6 +87,17 @@ def _row_of(ref: Any, b: Any) -> Any:
     return b if ref.shape[0] > 1 else i32(0)
 
 
+def head_and_row(block: Any, *, rows: int, head_group: int) -> tuple[Any, Any]:
+    """The head, counted over all batch rows, and the row of tiles of a block of threads.
+
+    The last rows, the longest of a causal mask, come first; `head_group` heads stand side by side, so that their keys
+    and values stay in the L2 cache.
+    """
+    rest = lax.div(block, i32(head_group))
+    head = lax.rem(block, i32(head_group)) + lax.div(rest, i32(rows)) * head_group
+    return head, rows - 1 - lax.rem(rest, i32(rows))
+
+
 class MaskValues:
     """What a mask needs besides indices, in global memory beside the tiles: padded, so that a tile's part is in bounds.
 

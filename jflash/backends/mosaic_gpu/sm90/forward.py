@@ -35,7 +35,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits
+from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
@@ -137,7 +137,8 @@ class _Forward:
         (q_tma, q_mma, out_tma, out_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
-        b, n, row = self._place(lax.axis_index("block"))
+        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
+        b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
         part = lax.min(warpgroup, i32(warpgroups - 1))
         visits = self.visits.of_row(visit_refs, b=b, row=row, part=part)
 
@@ -192,15 +193,6 @@ class _Forward:
             key = k_g, k_tma, self.qk, k_full, k_free
             value = v_g, v_tma, self.vo, v_full, v_free
             self._load(visits, b, n, key, value)
-
-    def _place(self, block: Any) -> tuple[Any, Any, Any]:
-        """Batch row, head and row of tiles of a block; the last rows, the longest of a causal mask, come first."""
-        group, rows, N = self.tiles.head_group, self.visits.rows, self.problem.N
-        head = lax.rem(block, i32(group))
-        rest = lax.div(block, i32(group))
-        row = rows - 1 - lax.rem(rest, i32(rows))
-        head += lax.div(rest, i32(rows)) * group
-        return lax.div(head, i32(N)), lax.rem(head, i32(N)), row
 
     # The warpgroup that loads -----------------------------------------------------------------------------------------
 

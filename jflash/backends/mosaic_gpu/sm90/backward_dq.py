@@ -1,0 +1,262 @@
+"""The dq kernel for Hopper, for gradients that are bit-equal between runs.
+
+The fused backward kernel adds its parts of dq in an order that changes between runs. This one sums dq of 64 queries in
+the registers of one warpgroup, over key tiles in order, and pays with S and dP computed once more: 7 matmuls where the
+fused kernel alone does 5 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
+
+A block of threads has two warpgroups that compute, each for 64 queries of one head, and one that loads K and V by TMA.
+Per key tile: S = Q K^T and dP = dO V^T, P = exp2 of S while dP runs, dS = P · dP, dQ += dS K. The accumulator of S
+starts at -lse / scale, or -inf where masked, and that of dP at -delta: so neither the mask nor the two values of each
+row cost anything after the matmuls. All of them are written before the first matmul is issued: between two, ptxas waits
+for the tensor cores before other instructions may write accumulators.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jflash.backends.mosaic_gpu.primitives import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2_E,
+    WARPGROUP_ROWS,
+    Pieces,
+    along_columns,
+    along_rows,
+    i32,
+    load_global,
+    load_pieces,
+    row_ids,
+    smem_pieces,
+    store_pieces,
+)
+from jflash.backends.mosaic_gpu.tiles import DqTiles, HopperTiles
+from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, head_and_row
+from jflash.backends.protocol import Operands
+from jflash.masks.tile_map import TileMap
+from jflash.numerics.varying import result_struct
+from jflash.problem import Problem
+
+# Registers of a thread: 64 Ki of them over the three warpgroups of a block.
+_COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
+
+
+def dq(
+    problem: Problem,
+    tiles: HopperTiles,
+    operands: Operands,
+    rows: Float[Array, "B N 2 padded_T"],
+    d_out: Float[Array, "B T N Hv"],
+) -> Float[Array, "B T N H"]:
+    """The cotangent of q, in its dtype, bit-equal between runs.
+
+    Args:
+      problem, tiles: of the call.
+      operands: with 0 in q at queries that see no key, and in k and v at keys that no query sees.
+      rows: float32, of each query -lse / scale and -delta; -inf and 0 where it sees no key and past the end, up to a
+        multiple of `DqTiles.block_q`.
+      d_out: with 0 at queries that see no key.
+    """
+    # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
+    with jax.enable_x64(False):
+        return _Dq(problem, tiles.backward_dq, operands)(rows, d_out)
+
+
+class _Dq:
+    """One kernel: what is known when tracing, the body of each warpgroup, the call."""
+
+    def __init__(self, problem: Problem, tiles: DqTiles, operands: Operands):
+        self.problem, self.tiles, self.operands = problem, tiles, operands
+        self.block_q, self.block_k = tiles.block_q, tiles.block_k
+        self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
+        sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
+        self.visits = TileVisits(TileMap(mask=operands.mask, **sizes), parts=tiles.warpgroups)
+        self.mask_values = MaskValues(operands.mask, **sizes)
+        self.s_shape = (WARPGROUP_ROWS, self.block_k)
+
+    def __call__(self, rows: jax.Array, d_out: jax.Array) -> jax.Array:
+        problem, tiles = self.problem, self.tiles
+        visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
+        dtype, warpgroups, barrier = problem.dtype, tiles.warpgroups, plgpu.Barrier
+        # Values of each column of a tile, for the mask: LLVM would compute an iota outside of the loop, where it takes
+        # registers that there are none of.
+        column_ids = jnp.arange(self.block_k, dtype=jnp.int32)
+
+        def kernel(q_g, k_g, v_g, d_out_g, rows_g, ids_g, *refs):
+            visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
+            mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
+            self._body((q_g, k_g, v_g, d_out_g, rows_g, ids_g), visit_refs, mask_refs, *refs)
+
+        def staged(stages: int, pieces: Pieces) -> tuple[Any, Any, Any]:
+            """Tiles in shared memory, and for each a barrier for when it is there and one for when it has been read."""
+            return (
+                plgpu.RefUnion(*smem_pieces((stages,), self.block_k, pieces, dtype)),
+                barrier(num_arrivals=pieces.count, num_barriers=stages),
+                barrier(num_arrivals=warpgroups, num_barriers=stages),
+            )
+
+        def resident(pieces: Pieces) -> tuple[Any, Any]:
+            return (
+                plgpu.RefUnion(*smem_pieces((warpgroups,), WARPGROUP_ROWS, pieces, dtype)),
+                barrier(num_arrivals=pieces.count, num_barriers=warpgroups),
+            )
+
+        return plgpu.kernel(
+            kernel,
+            out_type=result_struct((problem.B, problem.T, problem.N, problem.H), dtype, self.operands),
+            grid=(problem.B * problem.N * self.visits.rows,),
+            grid_names=("block",),
+            num_threads=warpgroups + 1,
+            thread_name="warpgroup",
+            scratch_types=[
+                resident(self.qk),
+                resident(self.vo),
+                staged(tiles.k_stages, self.qk),
+                staged(tiles.v_stages, self.vo),
+                (plgpu.SMEM((self.block_k,), jnp.int32), barrier()),
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            kernel_name="jflash_backward_dq_sm90",
+        )(self.operands.q, self.operands.k, self.operands.v, d_out, rows, column_ids, *visit_arrays, *mask_arrays)
+
+    def _body(self, inputs, visit_refs, mask_refs, dq_g, q, d_out, k, v, ids) -> None:
+        q_g, k_g, v_g, d_out_g, rows_g, ids_g = inputs
+        ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
+        warpgroups = self.tiles.warpgroups
+        warpgroup = lax.axis_index("warpgroup")
+        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
+        b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
+        part = lax.min(warpgroup, i32(warpgroups - 1))
+        visits = self.visits.of_row(visit_refs, b=b, row=row, part=part)
+        queries = {"b": b, "rows": WARPGROUP_ROWS, "head": n}
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
+            # minus lse / scale, and minus delta
+            starts = [load_global(rows_g.at[b, n, which], q_at, WARPGROUP_ROWS, layout=BY_ROW) for which in range(2)]
+            if self.visits.is_masked:
+                plgpu.barrier_wait(ids_full)
+            plgpu.barrier_wait(q_full.at[warpgroup])
+            plgpu.barrier_wait(d_out_full.at[warpgroup])
+            start_s = functools.partial(self._start_s, visits, mask_refs, ids_s, b, q_at, starts[0])
+            sum_up = functools.partial(self._sum_up, visits, start_s, starts[1], warpgroup, q_mma, d_out_mma, k, v)
+            accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.qk.width), jnp.float32)] * self.qk.count
+            for piece, part_of_dq in enumerate(pl.run_scoped(sum_up, *accumulators)):
+                q_mma[warpgroup, piece] = (part_of_dq * self.problem.scale).astype(dq_g.dtype)
+            plgpu.commit_smem()
+            # Also past the last query: dq is clipped there.
+            store_pieces(self.qk.refs(q_tma.at[warpgroup]), dq_g, row=q_at, **queries)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == warpgroups)
+        def _load():
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            resident = (q_g, q_tma, self.qk, q_full), (d_out_g, d_out_tma, self.vo, d_out_full)
+            for source, smem, pieces, full in resident:
+                for w in range(warpgroups):
+                    q_at = row * self.block_q + w * WARPGROUP_ROWS
+                    load_pieces(source, pieces.refs(smem.at[w]), full.at[w], row=q_at, **queries)
+            if self.visits.is_masked:
+                plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
+            self._load(
+                visits, {"b": b, "head": lax.div(n, i32(self.problem.group))}, (self.qk, k_g, *k), (self.vo, v_g, *v)
+            )
+
+    # The warpgroup that loads -----------------------------------------------------------------------------------------
+
+    def _load(self, visits, place, key, value) -> None:
+        k_stages, v_stages = self.tiles.k_stages, self.tiles.v_stages
+
+        def load(i, stages, pieces, source, smem, full, _):
+            @pl.when(i < visits.count)
+            def _():
+                slot, at = _slot(i, stages), visits.column(i) * self.block_k
+                load_pieces(source, pieces.refs(smem[0].at[slot]), full.at[slot], row=at, rows=self.block_k, **place)
+
+        def refill(i, stages, *of):
+            plgpu.barrier_wait(of[-1].at[_slot(i, stages)])
+            load(i + stages, stages, *of)
+
+        for i in range(max(k_stages, v_stages)):
+            if i < k_stages:
+                load(i32(i), k_stages, *key)
+            if i < v_stages:
+                load(i32(i), v_stages, *value)
+
+        # Also of the last tiles every release is awaited, so that no barrier is left in the middle of a phase.
+        @pl.loop(0, visits.count)
+        def _(i):
+            refill(i, v_stages, *value)  # V of a step is free before its K.
+            refill(i, k_stages, *key)
+
+    # The warpgroups that compute --------------------------------------------------------------------------------------
+
+    def _sum_up(self, visits, start_s, minus_delta, warpgroup, q, d_out, key, value, *dq_refs):
+        """The pieces of the sum of ds · k over the visited tiles."""
+        ((_, k), k_full, k_free), ((_, v), v_full, v_free) = key, value
+        k_stages, v_stages = self.tiles.k_stages, self.tiles.v_stages
+        s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
+        scale_log2 = self.problem.scale * LOG2_E
+
+        @pl.loop(0, visits.count)
+        def _(i):
+            k_slot, v_slot = _slot(i, k_stages), _slot(i, v_stages)
+            # Anew in each step: LLVM would compute the descriptors of all chunks of Q, dO and, with one stage, V before
+            # the loop, and at H = Hv = 256 they do not fit the registers (264 bytes of spills).
+            own, zero = lax.optimization_barrier((warpgroup, i32(0)))
+            v_slot = v_slot + zero
+
+            def s_and_dp(s_ref, dp_ref):
+                s_ref[...] = start_s(i)
+                dp_ref[...] = along_rows(minus_delta, self.s_shape)
+                for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[k_slot])):
+                    plgpu.wgmma(s_ref, q_piece, k_piece.T)
+                plgpu.barrier_wait(v_full.at[v_slot])
+                for d_out_piece, v_piece in zip(self.vo.refs(d_out.at[own]), self.vo.refs(v.at[v_slot])):
+                    plgpu.wgmma(dp_ref, d_out_piece, v_piece.T)
+                p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count) * scale_log2)
+                return p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+
+            plgpu.barrier_wait(k_full.at[k_slot])
+            ds = pl.run_scoped(s_and_dp, s_accumulator, s_accumulator).astype(self.problem.dtype)
+            plgpu.barrier_arrive(v_free.at[v_slot])
+            for dq_ref, k_piece in zip(dq_refs, self.qk.refs(k.at[k_slot])):
+                plgpu.wgmma(dq_ref, ds, k_piece)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(k_free.at[k_slot])
+
+        return [dq_ref[...] for dq_ref in dq_refs]
+
+    def _start_s(self, visits, mask_refs, ids_s, b, q_at, minus_lse, i):
+        """What the accumulator of S starts at on the i-th visited tile: -lse / scale, and -inf at masked pairs."""
+        shape = self.s_shape
+        start = along_rows(minus_lse, shape)
+        if not self.visits.is_masked:
+            return start
+        column = visits.column(i)
+
+        def masked():
+            k_at = column * self.block_k
+            allowed = self.mask_values.allowed(
+                mask_refs,
+                q=row_ids(shape) + q_at,
+                k=along_columns(plgpu.load(ids_s, layout=BY_COLUMN) + k_at, shape),
+                b=b,
+                load_q=lambda ref: along_rows(load_global(ref, q_at, WARPGROUP_ROWS, layout=BY_ROW), shape),
+                load_k=lambda ref: along_columns(load_global(ref, k_at, self.block_k, layout=BY_COLUMN), shape),
+            )
+            return jnp.where(allowed, start, -jnp.inf)
+
+        return lax.cond(visits.is_partial(i, column), masked, lambda: start)
+
+
+def _slot(i: Any, stages: int) -> Any:
+    return lax.rem(i32(i), i32(stages))

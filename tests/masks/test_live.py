@@ -1,0 +1,202 @@
+"""Live keys against the truth on all pairs, under numpy and under jit."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_strategies import COMPILED, PROPERTY, Sizes, patterns, segments, trees
+
+from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow
+from jflash.masks.live import live_keys, zero_dead_keys
+
+# A few, since each new shape compiles: within a tile of 128, whole tiles, and over the end of one.
+LENGTHS = (37, 128, 300)
+
+
+class Posed(NamedTuple):
+    sizes: Sizes
+    mask: Mask
+
+    @property
+    def live(self) -> np.ndarray:
+        """What `live_keys` says of each batch row, (B, S)."""
+        _, _, T, S = self.sizes
+        found = live_keys(self.mask, T=T, S=S)
+        assert found.dtype == np.bool_ and found.shape in {(1, S), (self.sizes.B, S)}
+        return np.broadcast_to(found, (self.sizes.B, S))
+
+    @property
+    def truth(self) -> np.ndarray:
+        """The same from all pairs."""
+        b, n, q, k = np.ix_(*map(np.arange, self.sizes))
+        allowed = np.broadcast_to(np.asarray(self.mask.allowed(q, k, b=b, n=n)), self.sizes)
+        return allowed.any((1, 2))
+
+
+@st.composite
+def posed(draw: Callable, masks: Callable[[Sizes], st.SearchStrategy[Mask]]) -> Posed:
+    length = st.sampled_from(LENGTHS)
+    sizes = Sizes(draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2])), draw(length), draw(length))
+    return Posed(sizes, draw(masks(sizes)).bind(**sizes._asdict()))
+
+
+@st.composite
+def documents(draw: Callable, sizes: Sizes) -> Mask:
+    """Segments of which many keys have no query: more ids than tokens, unsorted."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = max(sizes.T, sizes.S)
+    ids = [random.integers(0, count, (sizes.B, length), np.int32) for length in (sizes.T, sizes.S)]
+    return Segments(*ids, padding_id=draw(st.none() | st.integers(0, count)))
+
+
+@st.composite
+def denses_with_dead_keys(draw: Callable, sizes: Sizes) -> Mask:
+    """Of each head its own pairs, and keys that no query sees."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pairs = random.random(sizes) < draw(st.sampled_from([0.01, 0.5]))
+    return Dense(pairs & (random.random((sizes.B, sizes.N, 1, sizes.S)) < 0.5))
+
+
+def masks(sizes: Sizes) -> st.SearchStrategy[Mask]:
+    return patterns(sizes) | segments(sizes) | documents(sizes) | denses_with_dead_keys(sizes)
+
+
+def combined(sizes: Sizes) -> st.SearchStrategy[Mask]:
+    """ANDs and ORs of two or three, so that keys die that each mask alone keeps alive."""
+    parts = st.lists(masks(sizes), min_size=2, max_size=3)
+    return st.builds(lambda kind, parts: kind(*parts), st.sampled_from([And, Or]), parts)
+
+
+@settings(PROPERTY, max_examples=40)
+@given(posed(masks))
+def test_a_pattern(case):
+    assert (case.live == case.truth).all()
+
+
+@settings(PROPERTY, max_examples=40)
+@given(posed(combined) | posed(lambda sizes: trees(masks(sizes), depth=2)))
+def test_masks_of_masks(case):
+    assert (case.live == case.truth).all()
+
+
+@COMPILED
+@given(posed(masks) | posed(combined))
+def test_traced_is_as_in_numpy(case):
+    found = jax.jit(lambda mask: live_keys(mask, T=case.sizes.T, S=case.sizes.S))(jax.tree.map(jnp.asarray, case.mask))
+    assert (np.broadcast_to(found, case.truth.shape) == case.truth).all()
+
+
+@COMPILED
+@given(posed(masks) | posed(combined), st.sampled_from([np.float32, jnp.bfloat16]))
+def test_dead_keys_are_zeroed_whatever_they_hold(case, dtype):
+    B, _, T, S = case.sizes
+    x = np.random.default_rng(0).standard_normal((B, S, 2, 8)).astype(dtype)
+    poisoned = np.where(case.truth[..., None, None], x, np.asarray(np.nan, dtype))
+
+    @jax.jit
+    def zeroed(x: Any, mask: Mask) -> jax.Array:
+        return zero_dead_keys(x, mask, T=T, S=S)
+
+    expected = np.where(case.truth[..., None, None], x, np.asarray(0, dtype))
+    for mask in (case.mask, jax.tree.map(jnp.asarray, case.mask)):
+        found = zeroed(poisoned, mask)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+ALIVE_10 = [1] * 10
+
+
+@pytest.mark.parametrize(
+    ("mask", "T", "alive"),
+    [
+        (Full(), 3, ALIVE_10),
+        (Causal(), 3, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+        (Causal(offset=7), 3, ALIVE_10),
+        (Causal(offset=-3), 3, [0] * 10),
+        (SlidingWindow(1, 1, offset=4), 3, [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]),
+        (SlidingWindow(0, None, offset=8), 3, [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]),
+        (SlidingWindow(1, 0, offset=4) | Causal(offset=-1), 3, [1, 1, 0, 1, 1, 1, 1, 0, 0, 0]),
+        (SlidingWindow(1, 0, offset=4) & Causal(), 3, [0] * 10),
+        # Keys that both parts of an AND see, but no query sees them by both.
+        (Lengths(q=np.array(1)) & SlidingWindow(0, 0, offset=1), 3, [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+        (Lengths(kv=np.array(4)), 3, [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]),
+        (Lengths(q=np.array(0)), 3, [0] * 10),
+        (Segments(np.array([5, 1, 5]), np.array([1, 1, 2, 5, 2, 5, 1, 0, 9, 5])), 3, [1, 1, 0, 1, 0, 1, 1, 0, 0, 1]),
+        (
+            Segments(np.array([5, 1, 5]), np.array([1, 1, 2, 5, 2, 5, 1, 0, 9, 5]), padding_id=5),
+            3,
+            [1, 1, 0, 0, 0, 0, 1, 0, 0, 0],
+        ),
+        (
+            Segments(np.array([5, 1, 5]), np.array([1, 1, 2, 5, 2, 5, 1, 0, 9, 5])) & Causal(),
+            3,
+            [1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
+        ),
+    ],
+    ids=str,
+)
+def test_by_hand(mask, T, alive):
+    found = live_keys(mask.bind(B=1, N=1, T=T, S=10), T=T, S=10)
+    assert np.asarray(found).astype(int).tolist() == [alive]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Full(), Causal(), SlidingWindow(3, 200), Causal(offset=-5) & SlidingWindow(9, 1), Causal(offset=-400)],
+    ids=str,
+)
+@pytest.mark.parametrize("combine", [lambda mask: mask, lambda mask: mask | SlidingWindow(2, 0)], ids=["", "or"])
+def test_without_arrays_known_while_tracing(mask, combine):
+    bound = combine(mask).bind(B=2, N=2, T=131, S=200)
+    found = []
+
+    @jax.jit
+    def trace(x):
+        found.append(live_keys(bound, T=131, S=200))
+        return x
+
+    trace(0)
+    assert isinstance(found[0], np.ndarray) and found[0].shape == (1, 200)
+
+
+def test_nothing_is_copied_where_all_keys_are_alive():
+    x = jnp.ones((2, 37, 1, 8))
+    for mask in (Full(), Causal(), SlidingWindow(0, 0) | Causal(offset=-5), Lengths(kv=np.array([37, 40]))):
+        assert zero_dead_keys(x, mask.bind(B=2, N=1, T=37, S=37), T=37, S=37) is x
+
+
+def test_one_axis_of_the_batch_per_array():
+    """Values with a batch axis beside values without: the result has the larger."""
+    sizes = Sizes(B=3, N=2, T=131, S=140)
+    ids = np.arange(140, dtype=np.int32)
+    per_row = Segments(ids[:131] // 50, ids // 50) & Lengths(kv=np.array([0, 60, 140]))
+    case = Posed(sizes, per_row.bind(**sizes._asdict()))
+    assert (case.live == case.truth).all()
+    assert case.truth.sum(1).tolist() == [0, 60, 140]
+
+
+def test_inside_shard_map():
+    """A device has its own batch rows, and with the default checks the carry of a loop must be of their type."""
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    ids = np.random.default_rng(0).integers(0, 200, (4, 300), np.int32)
+    mask = (Segments(ids[:, ::-1].copy(), ids, padding_id=7) & Causal()).bind(B=4, N=1, T=300, S=300)
+    rows = jax.sharding.PartitionSpec("b")
+    found = jax.jit(
+        jax.shard_map(lambda mask: live_keys(mask, T=300, S=300), mesh=mesh, in_specs=(rows,), out_specs=rows)
+    )(mask)
+    assert (np.asarray(found) == Posed(Sizes(4, 1, 300, 300), mask).truth).all()
+    assert not found.all() and found.any()
+
+
+def test_memory_grows_with_the_length_alone():
+    """Never T x S: no array of the computation holds a number for each pair."""
+    T = S = 128 * 64
+    mask = (Segments(np.arange(T) // 300) & Causal()).bind(B=1, N=1, T=T, S=S)
+    compiled = jax.jit(lambda mask: live_keys(mask, T=T, S=S)).lower(jax.tree.map(jnp.asarray, mask)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * S // 8

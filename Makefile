@@ -22,7 +22,7 @@ TEST_STAMP := $(VENV)/.installed-$(TEST_EXTRAS)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test lint venv sass-tools clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test    run the tests that need no GPU, on the CPU"
 	@echo "make lint    ruff: rules and format"
 	@echo "make venv    make $(VENV) for development, and run nothing"
+	@echo "make sass-tools   install what compiles GPU kernels without a GPU, into .sass (about 700 MB)"
 	@echo "make clean   remove the environments, caches and what was built"
 	@echo
 	@echo "PYTHON=...   the interpreter to use       EXTRAS=...   what to install, as dev,cuda"
@@ -40,13 +41,17 @@ demo: $(DEMO_STAMP)
 
 # On the CPU even where there is a GPU: parallel workers would fight for its memory. `pytest -m gpu` is for the GPU.
 test: $(TEST_STAMP)
-	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow and not sass"
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 venv: $(TEST_STAMP)
+
+# What compiles GPU kernels without a GPU, into a folder of .sass for each JAX; does nothing where it is there already.
+sass-tools: $(TEST_STAMP)
+	$(VENV)/bin/python -m tools.sass install
 
 # An environment that is there already is used, whoever made it; ensurepip gives it pip where it has none.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) $(VENV)/bin/python
@@ -63,5 +68,5 @@ $(VENV)/bin/python:
 	"$$python" -m venv "$(VENV)"
 
 clean:
-	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis check.png
+	rm -rf .venv .venv-newest .sass build dist *.egg-info .pytest_cache .ruff_cache .hypothesis check.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,10 +84,11 @@ def flash_attention(
       >>> jflash.flash_attention(q, k, v, causal=True, window=(32, 0)).shape
       (2, 100, 4, 64)
     """
-    return flash_attention_with_lse(
-        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
-        scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
-    ).out  # fmt: skip
+    (out,) = _call(
+        q, k, v, lse=False, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
+        softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+    )  # fmt: skip
+    return out
 
 
 def flash_attention_with_lse(
@@ -123,27 +124,22 @@ def flash_attention_with_lse(
       >>> out.shape, lse.shape
       ((100, 4, 64), (4, 100))
     """
-    check_backend_name(backend)
-    problem, bound_mask = _pose(
-        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
-        scale=scale, deterministic=deterministic,
+    return Attended(
+        *_call(
+            q, k, v, lse=True, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
+            softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+        )
     )  # fmt: skip
-    plan = choose(problem, _hardware(None), backend=backend, tiles=tiles)
-    is_batched = len(q.shape) == 4
-    q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
-    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
-    operands = Operands(q, k, v, bias, bound_mask)
-    attended = _attend(problem, registry.get(plan.backend), plan.tiles, operands)
-    return attended if is_batched else Attended(*(array[0] for array in attended))
 
 
-def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, **arguments: Any) -> Explanation:
+def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = False, **arguments: Any) -> Explanation:
     """Which backend and tiles `flash_attention` would use, and for each other backend the reason why not.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, in masks too, and no device of the kind need be there.
 
     Args:
       hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is the option `hardware`, or the device here.
+      lse: explain `flash_attention_with_lse` instead, which not every backend can give.
       q, k, v, **arguments: those of `flash_attention`.
 
     Raises:
@@ -157,7 +153,7 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, **arguments:
     """
     backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
     check_backend_name(backend)
-    problem, _ = _pose(q, k, v, **arguments)
+    problem, _ = _pose(q, k, v, lse=lse, **arguments)
     return explain_plan(problem, _hardware(hardware), backend=backend, tiles=tiles)
 
 
@@ -231,36 +227,53 @@ def dot_product_attention(
             masks.append(lengths.bind(B=batch[0] if batch else 1, N=N, T=T, S=key.shape[-3]))
     if isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer) and scale.ndim == 0:
         scale = float(scale)
-    out, lse = flash_attention_with_lse(
-        query, key, value,
-        mask=And(*masks) if masks else None,
-        bias=_optional_array(bias),
-        scale=scale,
-        backend=implementation or "auto",
-    )  # fmt: skip
-    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+    arguments = {
+        "mask": And(*masks) if masks else None,
+        "bias": _optional_array(bias),
+        "scale": scale,
+        "backend": implementation or "auto",
+    }
+    if not return_residual:
+        return flash_attention(query, key, value, **arguments)
+    out, lse = flash_attention_with_lse(query, key, value, **arguments)
+    return out, jnp.swapaxes(lse, -1, -2)
+
+
+def _call(q: Any, k: Any, v: Any, *, lse: bool, bias: Any, backend: str, tiles: Any, **arguments: Any) -> tuple:
+    """What the public calls have in common: arguments to a problem, its plan, and (out, lse) or (out,) from that."""
+    check_backend_name(backend)
+    problem, bound_mask = _pose(q, k, v, lse=lse, bias=bias, **arguments)
+    plan = choose(problem, _hardware(None), backend=backend, tiles=tiles)
+    is_batched = len(q.shape) == 4
+    q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
+    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
+    operands = Operands(q, k, v, bias, bound_mask)
+    results = _attend(problem, registry.get(plan.backend), plan.tiles, operands)
+    return results if is_batched else tuple(array[0] for array in results)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) -> Attended:
-    """The call itself: jitted, so that a second call of the same problem traces nothing."""
+def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) -> tuple[Array, ...]:
+    """The call itself, (out, lse) or (out,): jitted, so that a second call of the same problem traces nothing."""
     if problem.is_empty:
         out = jnp.zeros((problem.B, problem.T, problem.N, problem.Hv), problem.dtype)
         lse = jnp.full((problem.B, problem.N, problem.T), -jnp.inf, compute_dtype(problem.dtype))
-        return Attended(out, lse)
+        return (out, lse) if problem.lse else (out,)
     arrays, axes, unflatten = flatten(operands)
 
-    def on_device(*arrays: Array) -> Attended:
+    def on_device(*arrays: Array) -> tuple[Array, ...]:
         own = unflatten(*arrays)
         if backend.backward is None:
-            return backend.forward(problem_of(problem, own), tiles, own)
-        return kernel_attention(backend, problem, tiles, own)
+            attended = backend.forward(problem_of(problem, own), tiles, own)
+        else:
+            attended = kernel_attention(backend, problem, tiles, own)
+        return tuple(attended) if problem.lse else (attended.out,)
 
     # JAX (0.11.2, 0.12.0) cannot check kernels under interpretation: "dynamic_slice requires varying manual axes to
     # match". What is differentiated by JAX itself is checked, which spares it sums over axes that split nothing.
     check_vma = backend.backward is None
-    result_axes = ("BTND", "BNT")
-    return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma))
+    result_axes = ("BTND", "BNT") if problem.lse else ("BTND",)
+    return over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma)
 
 
 def _hardware(name: str | None) -> Hardware:
@@ -273,6 +286,7 @@ def _pose(
     k: Any,
     v: Any,
     *,
+    lse: bool,
     mask: Mask | None = None,
     causal: bool = False,
     window: Any = None,
@@ -287,7 +301,7 @@ def _pose(
     *batch, T, N, H = q.shape
     *_, S, K, Hv = v.shape
     lengths = {"B": batch[0] if batch else 1, "N": N, "T": T, "S": S}
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("lse", lse)):
         if not isinstance(flag, bool):
             raise ArgumentError(name, found=repr(flag), wanted="True or False")
     if causal and T != S:
@@ -310,6 +324,7 @@ def _pose(
         mask=MaskStructure.of(bound),
         bias=None if bias is None else (check_bias(bias, **lengths), np.dtype(bias.dtype)),
         deterministic=deterministic,
+        lse=lse,
     )  # fmt: skip
     return problem, bound
 

@@ -172,6 +172,22 @@ def test_a_refusal_is_shown_with_its_reason(no_peer):
         assert "FAILED: nothing ran" in out
 
 
+def test_a_backend_without_lse_is_checked_by_its_output(no_peer):
+    def supports(problem, hardware):
+        return "it has no lse" if problem.lse else None
+
+    def forward(problem, tiles, operands):
+        return xla.forward(problem, tiles, operands)._replace(lse=None)
+
+    xla = registry.get("xla")
+    with registry.registered(dataclasses.replace(xla, name="lseless", supports=supports, forward=forward)):
+        code, out, err = run("check", "--backend", "lseless", "--workload", "small", "--json")
+    assert code == 0, err
+    (record,) = records(out)
+    assert record["backend"] == "lseless" and record["within"]
+    assert {error["name"] for error in record["errors"]} == {"out", "dq", "dk", "dv"}
+
+
 def test_explain_for_a_device_that_is_not_here():
     code, out, _ = run(
         "explain", "T=4096", "N=32", "K=8", "H=128", "--causal", "--window", "1023,none", "--hardware", "h200"

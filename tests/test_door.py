@@ -565,6 +565,62 @@ def test_a_name_given_anew_runs_the_new_backend():
             assert (jflash.flash_attention(*arrays(), backend="constant") == value).all()
 
 
+# Who wants the lse ----------------------------------------------------------------------------------------------------
+
+
+def without_lse(name: str) -> Backend:
+    """The reference without its lse: the lse is not made up where nobody asks for it, and not given where one does."""
+
+    def supports(problem, hardware):
+        return "it has no lse" if problem.lse else None
+
+    def forward(problem, tiles, operands):
+        return reference.BACKEND.forward(problem, tiles, operands)._replace(lse=None)
+
+    return Backend(name=name, supports=supports, forward=forward)
+
+
+def test_only_who_asks_for_the_lse_needs_a_backend_that_has_one():
+    q, k, v = arrays()
+    with registry.registered(without_lse("lseless")):
+        call = functools.partial(jflash.flash_attention, backend="lseless", window=3)
+        found, pull_back = jax.vjp(call, q, k, v)
+        wanted, wanted_back = jax.vjp(functools.partial(call, backend="reference"), q, k, v)
+        for one, other in zip((found, *pull_back(found)), (wanted, *wanted_back(wanted)), strict=True):
+            assert np.array_equal(one, other)
+        assert jflash.flash_attention(q[0], k[0], v[0], backend="lseless").shape == (T, N, Hv)
+        assert jflash.flash_attention(q[:, :0], k, v, backend="lseless").shape == (B, 0, N, Hv)
+        with pytest.raises(jflash.UnsupportedError, match="lseless: it has no lse"):
+            jflash.flash_attention_with_lse(q, k, v, backend="lseless")
+        assert jflash.explain(q, k, v, backend="lseless").plan is not None
+        explanation = jflash.explain(q, k, v, backend="lseless", lse=True)
+    assert explanation.plan is None
+    assert explanation.refusals["lseless"] == "it has no lse"
+    assert re.search(r"^problem .* lse$", str(explanation), re.MULTILINE)
+    assert " lse" not in str(jflash.explain(q, k, v)).splitlines()[0]
+
+
+def test_auto_takes_another_backend_for_the_lse():
+    q, k, v = arrays()
+    with registry.registered(without_lse("lseless"), auto_on=("cpu",)):
+        assert jflash.explain(q, k, v).plan.backend == "lseless"
+        jflash.flash_attention(q, k, v)
+        jflash.dot_product_attention(q, k, v)
+        assert jflash.explain(q, k, v, lse=True).plan.backend == "xla"
+        for call in (
+            jflash.flash_attention_with_lse,
+            functools.partial(jflash.dot_product_attention, return_residual=True),
+        ):
+            with pytest.warns(jflash.FallbackWarning, match="lseless refuses"):
+                _, lse = call(q, k, v)
+            assert np.isfinite(lse).all()
+
+
+def test_explain_refuses_an_lse_that_is_no_flag():
+    with pytest.raises(jflash.ArgumentError, match="`lse`: found 1, wanted True or False"):
+        jflash.explain(*structs(), lse=1)
+
+
 # Tracing --------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jflash.backends import registry
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
-from jflash.errors import ArgumentError, ShapeError, UnsupportedError, naming
+from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.hardware import Hardware, named, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
 from jflash.masks.mask import MaskStructure
@@ -207,9 +207,6 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise ArgumentError("implementation", found=repr(implementation), wanted='None, "xla" or "cudnn"')
-    if implementation is not None and implementation not in registry.names():
-        hint = "implementation=None takes the best backend there is."
-        raise UnsupportedError({implementation: "this version of jflash has no such backend"}, hint=hint)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     with naming(q="query", k="key", v="value"):
         check_arrays(query, key, value)

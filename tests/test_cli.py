@@ -215,7 +215,7 @@ def test_explain_in_float64():
         ("", "required: COMMAND"),
         ("frobnicate", "'frobnicate'"),
         ("check --frobnicate", "--frobnicate"),
-        ("check --backend nope", "'nope', wanted \"auto\" or one of 'xla', 'reference'"),
+        ("check --backend nope", "'nope', wanted \"auto\" or one of "),
         ("check --workload nope", "'nope', wanted one of small, small_mla"),
         ("check --seed one", "'one'"),
         ("check --plot {folder}/missing/check.png", "missing"),
@@ -255,7 +255,7 @@ def test_bench_times_all_implementations_and_hides_no_refusal():
     code, out, err = run("bench", "--lengths", 16, "--head-dim", 8, "--causal", "--json")
     assert code == 0
     found = {record["implementation"]: record for record in records(out)}
-    assert found.keys() == {"jflash xla", "jflash reference", "jax.nn xla", "jax.nn cudnn"}
+    assert found.keys() == {*(f"jflash {name}" for name in registry.names()), "jax.nn xla", "jax.nn cudnn"}
     for name in ("jflash xla", "jflash reference", "jax.nn xla"):
         record = found[name]
         assert record["refusal"] is None and record["device"] and record["versions"]["jax"] and record["date"]
@@ -264,6 +264,7 @@ def test_bench_times_all_implementations_and_hides_no_refusal():
         assert math.isclose(record["forward_backward_tflops"], 3.5 * operations / record["forward_backward_ms"] / 1e9)
     assert found["jflash xla"]["tiles"] == "XlaTiles(block_q=16, block_k=16)"
     assert "cuDNN" in found["jax.nn cudnn"]["refusal"]
+    assert "compute capability 8.0" in found["jflash cudnn"]["refusal"]
     assert "jax.nn cudnn      does not run: " in err
 
 

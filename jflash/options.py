@@ -3,7 +3,7 @@
 | option | environment | meaning |
 |---|---|---|
 | `hardware` | `JFLASH_HARDWARE` | plan for this device (`"h200"`, ...) instead of the present one |
-| `strict` | `JFLASH_STRICT` | `backend="auto"` raises where its first choice refuses, instead of warning and going on |
+| `strict` | `JFLASH_STRICT` | `backend="auto"` raises where it would warn and take `xla`, all kernels refusing |
 
 Options are read when a call is planned, inside `jax.jit` when it is traced: a compiled function keeps the plan it has.
 """

@@ -14,7 +14,10 @@ from jflash.problem import Problem
 
 
 class FallbackWarning(UserWarning):
-    """`backend="auto"` could not use its first choice, for the reason given. `strict` turns it into an error."""
+    """`backend="auto"` takes `xla`, since each backend that the platform has of its own refuses, for the reasons given.
+
+    The option `strict` turns it into an error. A fall from one kernel to the next is no warning; `explain` tells of it.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,21 +81,23 @@ def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto",
 
 
 def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Plan:
-    """The plan of a problem on a hardware. An explicit backend runs or raises; "auto" goes to the next and warns.
+    """The plan of a problem on a hardware. An explicit backend runs or raises; "auto" goes to the next.
+
+    It warns where it goes past all that the platform has of its own.
 
     Raises:
-      UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` the first of them does.
+      UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` "auto" would warn.
     """
     order = _order(hardware, backend)
     plan, refusals = _first_that_can(order, problem, hardware, tiles)
     if plan is None:
         hint = "" if backend == "auto" else 'backend="auto" takes one that can.'
         raise UnsupportedError(refusals, hint=hint)
-    first = order[0]
-    if plan.backend != first:
+    if refusals and plan.backend in registry.AUTO_ANYWHERE:
         if current_options().strict:
-            raise UnsupportedError({first: refusals[first]}, hint="The option `strict` forbids the next backend.")
-        message = f"{first} refuses ({refusals[first]}), {plan.backend} runs instead"
+            raise UnsupportedError(refusals, hint=f"The option `strict` forbids the next backend, {plan.backend}.")
+        refused = ", ".join(f"{name} refuses ({reason})" for name, reason in refusals.items())
+        message = f"{refused}, {plan.backend} runs instead"
         # Python shows a warning once for each place, which must be one of the caller's.
         warnings.warn(message, FallbackWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
     return plan

@@ -524,6 +524,36 @@ def test_b102_strict_raises():
         jflash.flash_attention(q, k, v, backend="xla")
 
 
+def test_b102_a_fall_from_one_kernel_to_the_next_is_no_warning():
+    """On a device that a kernel is not for, every call would warn though another kernel runs it."""
+    q, k, v = arrays()
+    second = counting("second", [])
+    with registry.registered(second, auto_on=("cpu",)), registry.registered(refusing("picky"), auto_on=("cpu",)):
+        assert registry.auto_order("cpu") == ("picky", "second", "xla")
+        with warnings.catch_warnings(), jflash.use_options(strict=True):
+            warnings.simplefilter("error")
+            jflash.flash_attention(q, k, v)
+        explanation = jflash.explain(q, k, v)
+    assert explanation.plan.backend == "second"
+    assert explanation.refusals["picky"] == REASON
+
+
+def test_b102_all_reasons_are_told():
+    q, k, v = arrays()
+    with (
+        registry.registered(refusing("fussy"), auto_on=("cpu",)),
+        registry.registered(refusing("picky"), auto_on=("cpu",)),
+    ):
+        with pytest.warns(jflash.FallbackWarning) as record:
+            jflash.flash_attention(q, k, v)
+        assert [str(warning.message) for warning in record] == [
+            f"picky refuses ({REASON}), fussy refuses ({REASON}), xla runs instead"
+        ]
+        with jflash.use_options(strict=True), pytest.raises(jflash.UnsupportedError, match="strict") as caught:
+            jflash.flash_attention(q, k, v)
+    assert caught.value.reasons == {"picky": REASON, "fussy": REASON}
+
+
 def test_b102_explicit_backend_never_falls_back():
     with registry.registered(refusing("picky")):
         with pytest.raises(jflash.UnsupportedError, match=f'picky: {REASON}\n.*backend="auto"') as caught:

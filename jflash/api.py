@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash.backends import registry
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, naming
-from jflash.hardware import Hardware, named, present
+from jflash.hardware import Hardware, named, of_device, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
 from jflash.masks.mask import MaskStructure
 from jflash.numerics.online_softmax import Attended
@@ -138,7 +138,8 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, in masks too, and no device of the kind need be there.
 
     Args:
-      hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is the option `hardware`, or the device here.
+      hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is what the call plans for: the device that
+        holds q, k and v, or where they hold no numbers the option `hardware`, or the device here.
       lse: explain `flash_attention_with_lse` instead, which not every backend can give.
       q, k, v, **arguments: those of `flash_attention`.
 
@@ -153,8 +154,9 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = 
     """
     backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
     check_backend_name(backend)
-    problem, _ = _pose(q, k, v, lse=lse, **arguments)
-    return explain_plan(problem, _hardware(hardware), backend=backend, tiles=tiles)
+    problem, bound_mask = _pose(q, k, v, lse=lse, **arguments)
+    target = _hardware(hardware, (q, k, v, arguments.get("bias"), bound_mask))
+    return explain_plan(problem, target, backend=backend, tiles=tiles)
 
 
 def dot_product_attention(
@@ -240,7 +242,7 @@ def _call(q: Any, k: Any, v: Any, *, lse: bool, bias: Any, backend: str, tiles: 
     """What the public calls have in common: arguments to a problem, its plan, and (out, lse) or (out,) from that."""
     check_backend_name(backend)
     problem, bound_mask = _pose(q, k, v, lse=lse, bias=bias, **arguments)
-    plan = choose(problem, _hardware(None), backend=backend, tiles=tiles)
+    plan = choose(problem, _hardware(None, (q, k, v, bias, bound_mask)), backend=backend, tiles=tiles)
     is_batched = len(q.shape) == 4
     q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
     bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
@@ -273,9 +275,21 @@ def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) 
     return over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma)
 
 
-def _hardware(name: str | None) -> Hardware:
-    name = name or current_options().hardware
-    return present() if name is None else named(name)
+def _hardware(name: str | None, operands: Any) -> Hardware:
+    """What to plan for: as named; the device of concrete operands, which runs them; as the option says; what is here.
+
+    Operands that are traced, under `jax.grad` too, do not say where they are.
+    """
+    if name is not None:
+        return named(name)
+    option = current_options().hardware
+    told = None if option is None else named(option)
+    leaves = jax.tree.leaves(operands)
+    if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        committed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed]
+        # Arrays that are committed nowhere run on the default device, whatever device they happen to lie on.
+        return of_device(next(iter(committed[0].devices()))) if committed else present()
+    return told or present()
 
 
 def _pose(

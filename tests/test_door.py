@@ -465,6 +465,77 @@ def test_b101_cards_of_others():
     assert hardware.of_device(device("", platform="tpu")).platform == "tpu"
 
 
+# Where the arrays are -------------------------------------------------------------------------------------------------
+
+
+def for_cuda(name: str) -> Backend:
+    """The reference, as a kernel that runs on CUDA devices alone."""
+
+    def supports(problem, hardware):
+        return None if hardware.platform == "cuda" else f"it runs on CUDA devices, not on {hardware}"
+
+    return Backend(name=name, supports=supports, forward=reference.BACKEND.forward)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """Takes the first CPU device, the default one, for an H200, and the others for what they are."""
+    real = hardware.of_device
+
+    def of_device(device):
+        return hardware.named("h200") if device == jax.devices()[0] else real(device)
+
+    for module in ("jflash.hardware", "jflash.api"):
+        monkeypatch.setattr(f"{module}.of_device", of_device)
+    return lambda tree: jax.device_put(tree, jax.devices()[3])
+
+
+def test_concrete_arrays_are_planned_for_their_device(gpu_machine):
+    on_cpu = gpu_machine(arrays())
+    on_gpu = jax.device_put(arrays(), jax.devices()[0])
+    with registry.registered(for_cuda("gpu_only"), auto_on=("cuda",)):
+        for there in (on_gpu, arrays(), tuple(map(jnp.asarray, arrays()))):
+            assert jflash.explain(*there).hardware == hardware.named("h200")
+            assert jflash.explain(*there).plan.backend == "gpu_only"
+            jflash.flash_attention(*there, backend="gpu_only")
+        assert jflash.explain(*on_cpu).hardware == hardware.named("cpu")
+        assert jflash.explain(*on_cpu).plan.backend == "xla"
+        assert jflash.flash_attention(*on_cpu).devices() == {jax.devices()[3]}
+        for call in (jflash.flash_attention, jflash.flash_attention_with_lse):
+            with pytest.raises(jflash.UnsupportedError, match="gpu_only: it runs on CUDA devices, not on cpu"):
+                call(*on_cpu, backend="gpu_only")
+
+
+@pytest.mark.parametrize("argument", ["q", "bias", "mask"])
+def test_any_committed_array_says_where_the_call_runs(gpu_machine, argument):
+    given = dict(zip("qkv", arrays())) | {"bias": array(1, 1, T, S), "mask": Lengths(kv=np.array([3, 4]))}
+    with registry.registered(for_cuda("gpu_only")):
+        jflash.flash_attention(**given, backend="gpu_only")
+        given[argument] = gpu_machine(given[argument])
+        with pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            jflash.flash_attention(**given, backend="gpu_only")
+
+
+def test_the_option_hardware_is_for_traced_calls():
+    def trace():
+        # A function of its own each time, since JAX traces one function once.
+        jax.jit(functools.partial(jflash.flash_attention, backend="gpu_only")).trace(*arrays())
+
+    with registry.registered(for_cuda("gpu_only")):
+        with jflash.use_options(hardware="h200"):
+            trace()
+            assert jflash.explain(*structs()).hardware == hardware.named("h200")
+            assert jflash.explain(*arrays()).hardware == hardware.named("cpu")
+            assert jflash.explain(*arrays(), hardware="t4").hardware == hardware.named("t4")
+            with pytest.raises(jflash.UnsupportedError, match="gpu_only: it runs on CUDA devices, not on cpu"):
+                jflash.flash_attention(*arrays(), backend="gpu_only")
+        with pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            trace()
+        # The other way round: told a CPU, an array that is traced is planned for it.
+        with jflash.use_options(hardware="cpu"), pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            trace()
+
+
 # A backend that refuses -----------------------------------------------------------------------------------------------
 
 REASON = "T=5 is no multiple of 8"

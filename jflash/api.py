@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.backends import registry
+from jflash.backends.platforms import per_platform
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.hardware import Hardware, named, of_device, present
@@ -242,12 +243,16 @@ def _call(q: Any, k: Any, v: Any, *, lse: bool, bias: Any, backend: str, tiles: 
     """What the public calls have in common: arguments to a problem, its plan, and (out, lse) or (out,) from that."""
     check_backend_name(backend)
     problem, bound_mask = _pose(q, k, v, lse=lse, bias=bias, **arguments)
-    plan = choose(problem, _hardware(None, (q, k, v, bias, bound_mask)), backend=backend, tiles=tiles)
+    hardware = _hardware(None, (q, k, v, bias, bound_mask))
+    plan = choose(problem, hardware, backend=backend, tiles=tiles)
     is_batched = len(q.shape) == 4
     q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
     bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
     operands = Operands(q, k, v, bias, bound_mask)
-    results = _attend(problem, registry.get(plan.backend), plan.tiles, operands)
+    runs = registry.get(plan.backend)
+    if plan.elsewhere is not None:
+        runs = per_platform(runs, hardware.platform, registry.get(plan.elsewhere.backend), plan.elsewhere.tiles)
+    results = _attend(problem, runs, plan.tiles, operands)
     return results if is_batched else tuple(array[0] for array in results)
 
 

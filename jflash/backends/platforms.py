@@ -76,13 +76,13 @@ def _choose(own: Callable, other: Callable, *arguments: Any, platform: str) -> A
     (own_jaxpr, result), (other_jaxpr, _) = traced(own), traced(other)
     found, wanted = ([str(aval) for aval in jaxpr.out_avals] for jaxpr in (other_jaxpr, own_jaxpr))
     assert found == wanted, f"the backends give other types, {found} instead of {wanted}"
-    results = _choice.bind(*leaves, own=own_jaxpr, other=other_jaxpr, platform=platform)
+    results = _choice.bind(*leaves, branches=(own_jaxpr, other_jaxpr), platform=platform)
     return jax.tree.unflatten(jax.tree.structure(result), results)
 
 
 _choice = Primitive("jflash_choice")
 _choice.multiple_results = True
-_choice.def_abstract_eval(lambda *avals, own, other, platform: own.out_avals)
+_choice.def_abstract_eval(lambda *avals, branches, platform: branches[0].out_avals)
 
 
 @_choice.def_impl
@@ -92,13 +92,14 @@ def _run_at_once(*arrays: Array, **parameters: Any) -> list[Array]:
         return jax.jit(lambda *arrays: _choice.bind(*arrays, **parameters))(*arrays)
 
 
-def _lower(lowered_for: str | None, context: mlir.LoweringRuleContext, *operands, own, other, platform):
+def _lower(lowered_for: str | None, context: mlir.LoweringRuleContext, *operands, branches, platform):
     """Lowers one of the two. JAX asks for each platform of the program; None is those without a rule of their own."""
     module = context.module_context
     if lowered_for is not None and len(module.platforms) > 1:
         # Below here the program is for this platform alone; what JAX keeps of functions lowered before may not be.
         caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
         context = context.replace(module_context=module.replace(platforms=(lowered_for,), **caches))
+    own, other = branches
     function = jaxpr_as_fun(own if lowered_for == platform else other)
     return mlir.lower_fun(function, multiple_results=True)(context, *operands)
 

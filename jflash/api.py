@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.backends import registry
+from jflash.backends.platforms import per_platform
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
-from jflash.errors import ArgumentError, ShapeError, UnsupportedError, naming
-from jflash.hardware import Hardware, named, present
+from jflash.errors import ArgumentError, ShapeError, naming
+from jflash.hardware import Hardware, named, of_device, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
 from jflash.masks.mask import MaskStructure
 from jflash.numerics.online_softmax import Attended
@@ -84,10 +85,11 @@ def flash_attention(
       >>> jflash.flash_attention(q, k, v, causal=True, window=(32, 0)).shape
       (2, 100, 4, 64)
     """
-    return flash_attention_with_lse(
-        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
-        scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
-    ).out  # fmt: skip
+    (out,) = _call(
+        q, k, v, lse=False, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
+        softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+    )  # fmt: skip
+    return out
 
 
 def flash_attention_with_lse(
@@ -123,27 +125,23 @@ def flash_attention_with_lse(
       >>> out.shape, lse.shape
       ((100, 4, 64), (4, 100))
     """
-    check_backend_name(backend)
-    problem, bound_mask = _pose(
-        q, k, v, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias, softcap=softcap,
-        scale=scale, deterministic=deterministic,
+    return Attended(
+        *_call(
+            q, k, v, lse=True, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
+            softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+        )
     )  # fmt: skip
-    plan = choose(problem, _hardware(None), backend=backend, tiles=tiles)
-    is_batched = len(q.shape) == 4
-    q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
-    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
-    operands = Operands(q, k, v, bias, bound_mask)
-    attended = _attend(problem, registry.get(plan.backend), plan.tiles, operands)
-    return attended if is_batched else Attended(*(array[0] for array in attended))
 
 
-def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, **arguments: Any) -> Explanation:
+def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = False, **arguments: Any) -> Explanation:
     """Which backend and tiles `flash_attention` would use, and for each other backend the reason why not.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, in masks too, and no device of the kind need be there.
 
     Args:
-      hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is the option `hardware`, or the device here.
+      hardware: a name as in `jflash.hardware.names()`, `"h200"` say; None is what the call plans for: the device that
+        holds q, k and v, or where they hold no numbers the option `hardware`, or the device here.
+      lse: explain `flash_attention_with_lse` instead, which not every backend can give.
       q, k, v, **arguments: those of `flash_attention`.
 
     Raises:
@@ -157,8 +155,9 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, **arguments:
     """
     backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
     check_backend_name(backend)
-    problem, _ = _pose(q, k, v, **arguments)
-    return explain_plan(problem, _hardware(hardware), backend=backend, tiles=tiles)
+    problem, bound_mask = _pose(q, k, v, lse=lse, **arguments)
+    target = _hardware(hardware, (q, k, v, arguments.get("bias"), bound_mask))
+    return explain_plan(problem, target, backend=backend, tiles=tiles)
 
 
 def dot_product_attention(
@@ -211,9 +210,6 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise ArgumentError("implementation", found=repr(implementation), wanted='None, "xla" or "cudnn"')
-    if implementation is not None and implementation not in registry.names():
-        hint = "implementation=None takes the best backend there is."
-        raise UnsupportedError({implementation: "this version of jflash has no such backend"}, hint=hint)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     with naming(q="query", k="key", v="value"):
         check_arrays(query, key, value)
@@ -231,41 +227,74 @@ def dot_product_attention(
             masks.append(lengths.bind(B=batch[0] if batch else 1, N=N, T=T, S=key.shape[-3]))
     if isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer) and scale.ndim == 0:
         scale = float(scale)
-    out, lse = flash_attention_with_lse(
-        query, key, value,
-        mask=And(*masks) if masks else None,
-        bias=_optional_array(bias),
-        scale=scale,
-        backend=implementation or "auto",
-    )  # fmt: skip
-    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+    arguments = {
+        "mask": And(*masks) if masks else None,
+        "bias": _optional_array(bias),
+        "scale": scale,
+        "backend": implementation or "auto",
+    }
+    if not return_residual:
+        return flash_attention(query, key, value, **arguments)
+    out, lse = flash_attention_with_lse(query, key, value, **arguments)
+    return out, jnp.swapaxes(lse, -1, -2)
+
+
+def _call(q: Any, k: Any, v: Any, *, lse: bool, bias: Any, backend: str, tiles: Any, **arguments: Any) -> tuple:
+    """What the public calls have in common: arguments to a problem, its plan, and (out, lse) or (out,) from that."""
+    check_backend_name(backend)
+    problem, bound_mask = _pose(q, k, v, lse=lse, bias=bias, **arguments)
+    hardware = _hardware(None, (q, k, v, bias, bound_mask))
+    plan = choose(problem, hardware, backend=backend, tiles=tiles)
+    is_batched = len(q.shape) == 4
+    q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
+    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
+    operands = Operands(q, k, v, bias, bound_mask)
+    runs = registry.get(plan.backend)
+    if plan.elsewhere is not None:
+        runs = per_platform(runs, hardware.platform, registry.get(plan.elsewhere.backend), plan.elsewhere.tiles)
+    results = _attend(problem, runs, plan.tiles, operands)
+    return results if is_batched else tuple(array[0] for array in results)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) -> Attended:
-    """The call itself: jitted, so that a second call of the same problem traces nothing."""
+def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) -> tuple[Array, ...]:
+    """The call itself, (out, lse) or (out,): jitted, so that a second call of the same problem traces nothing."""
     if problem.is_empty:
         out = jnp.zeros((problem.B, problem.T, problem.N, problem.Hv), problem.dtype)
         lse = jnp.full((problem.B, problem.N, problem.T), -jnp.inf, compute_dtype(problem.dtype))
-        return Attended(out, lse)
+        return (out, lse) if problem.lse else (out,)
     arrays, axes, unflatten = flatten(operands)
 
-    def on_device(*arrays: Array) -> Attended:
+    def on_device(*arrays: Array) -> tuple[Array, ...]:
         own = unflatten(*arrays)
         if backend.backward is None:
-            return backend.forward(problem_of(problem, own), tiles, own)
-        return kernel_attention(backend, problem, tiles, own)
+            attended = backend.forward(problem_of(problem, own), tiles, own)
+        else:
+            attended = kernel_attention(backend, problem, tiles, own)
+        return tuple(attended) if problem.lse else (attended.out,)
 
     # JAX (0.11.2, 0.12.0) cannot check kernels under interpretation: "dynamic_slice requires varying manual axes to
     # match". What is differentiated by JAX itself is checked, which spares it sums over axes that split nothing.
     check_vma = backend.backward is None
-    result_axes = ("BTND", "BNT")
-    return Attended(*over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma))
+    result_axes = ("BTND", "BNT") if problem.lse else ("BTND",)
+    return over_explicit_mesh(on_device, arrays, axes=axes, result_axes=result_axes, check_vma=check_vma)
 
 
-def _hardware(name: str | None) -> Hardware:
-    name = name or current_options().hardware
-    return present() if name is None else named(name)
+def _hardware(name: str | None, operands: Any) -> Hardware:
+    """What to plan for: as named; the device of concrete operands, which runs them; as the option says; what is here.
+
+    Operands that are traced, under `jax.grad` too, do not say where they are.
+    """
+    if name is not None:
+        return named(name)
+    option = current_options().hardware
+    told = None if option is None else named(option)
+    leaves = jax.tree.leaves(operands)
+    if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        committed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed]
+        # Arrays that are committed nowhere run on the default device, whatever device they happen to lie on.
+        return of_device(next(iter(committed[0].devices()))) if committed else present()
+    return told or present()
 
 
 def _pose(
@@ -273,6 +302,7 @@ def _pose(
     k: Any,
     v: Any,
     *,
+    lse: bool,
     mask: Mask | None = None,
     causal: bool = False,
     window: Any = None,
@@ -287,7 +317,7 @@ def _pose(
     *batch, T, N, H = q.shape
     *_, S, K, Hv = v.shape
     lengths = {"B": batch[0] if batch else 1, "N": N, "T": T, "S": S}
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("lse", lse)):
         if not isinstance(flag, bool):
             raise ArgumentError(name, found=repr(flag), wanted="True or False")
     if causal and T != S:
@@ -310,6 +340,7 @@ def _pose(
         mask=MaskStructure.of(bound),
         bias=None if bias is None else (check_bias(bias, **lengths), np.dtype(bias.dtype)),
         deterministic=deterministic,
+        lse=lse,
     )  # fmt: skip
     return problem, bound
 

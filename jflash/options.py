@@ -2,8 +2,13 @@
 
 | option | environment | meaning |
 |---|---|---|
-| `hardware` | `JFLASH_HARDWARE` | plan for this device (`"h200"`, ...) instead of the present one |
-| `strict` | `JFLASH_STRICT` | `backend="auto"` raises where its first choice refuses, instead of warning and going on |
+| `hardware` | `JFLASH_HARDWARE` | plan traced calls for this device (`"h200"`, ...) instead of the present one |
+| `strict` | `JFLASH_STRICT` | `backend="auto"` raises where it would warn and take `xla`, all kernels refusing |
+
+A call on concrete arrays is planned for the device that holds them, since it runs there and now. A traced call may be
+lowered for another platform than it was planned for, or for several: a backend asked for by name is then lowered all
+the same, and "auto" decides per platform, between what it planned for `hardware` and `xla` everywhere else. Planned for
+a CPU, which is so where no GPU is present and none is told, it is `xla` on CUDA too.
 
 Options are read when a call is planned, inside `jax.jit` when it is traced: a compiled function keeps the plan it has.
 """

@@ -8,13 +8,16 @@ from typing import Any
 from jflash.backends import registry
 from jflash.backends.protocol import Backend
 from jflash.errors import ArgumentError, UnsupportedError
-from jflash.hardware import Hardware
+from jflash.hardware import Hardware, named
 from jflash.options import current_options
 from jflash.problem import Problem
 
 
 class FallbackWarning(UserWarning):
-    """`backend="auto"` could not use its first choice, for the reason given. `strict` turns it into an error."""
+    """`backend="auto"` takes `xla`, since each backend that the platform has of its own refuses, for the reasons given.
+
+    The option `strict` turns it into an error. A fall from one kernel to the next is no warning; `explain` tells of it.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +27,13 @@ class Plan:
     Attributes:
       backend: name of the backend.
       tiles: its block sizes, of the type that it takes; None where it takes none.
+      elsewhere: what runs where a traced call of "auto" is lowered for another platform than that of the hardware; None
+        where that is the same.
     """
 
     backend: str
     tiles: Any
+    elsewhere: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class Explanation:
 def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Explanation:
     """What would run, and for each other backend the reason why not. Raises nothing but for an unknown backend."""
     order = _order(hardware, backend)
-    plan, refusals = _first_that_can(order, problem, hardware, tiles)
+    plan, refusals = _first_that_can(order, problem, hardware, tiles, backend)
     for name in (*order, *registry.names()):
         if name in refusals or (plan is not None and name == plan.backend):
             continue
@@ -78,21 +84,23 @@ def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto",
 
 
 def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Plan:
-    """The plan of a problem on a hardware. An explicit backend runs or raises; "auto" goes to the next and warns.
+    """The plan of a problem on a hardware. An explicit backend runs or raises; "auto" goes to the next.
+
+    It warns where it goes past all that the platform has of its own.
 
     Raises:
-      UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` the first of them does.
+      UnsupportedError: the backend asked for refuses, or all of "auto" do, or under `strict` "auto" would warn.
     """
     order = _order(hardware, backend)
-    plan, refusals = _first_that_can(order, problem, hardware, tiles)
+    plan, refusals = _first_that_can(order, problem, hardware, tiles, backend)
     if plan is None:
         hint = "" if backend == "auto" else 'backend="auto" takes one that can.'
         raise UnsupportedError(refusals, hint=hint)
-    first = order[0]
-    if plan.backend != first:
+    if refusals and plan.backend in registry.AUTO_ANYWHERE:
         if current_options().strict:
-            raise UnsupportedError({first: refusals[first]}, hint="The option `strict` forbids the next backend.")
-        message = f"{first} refuses ({refusals[first]}), {plan.backend} runs instead"
+            raise UnsupportedError(refusals, hint=f"The option `strict` forbids the next backend, {plan.backend}.")
+        refused = ", ".join(f"{name} refuses ({reason})" for name, reason in refusals.items())
+        message = f"{refused}, {plan.backend} runs instead"
         # Python shows a warning once for each place, which must be one of the caller's.
         warnings.warn(message, FallbackWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
     return plan
@@ -103,7 +111,7 @@ def _order(hardware: Hardware, backend: str) -> tuple[str, ...]:
 
 
 def _first_that_can(
-    order: tuple[str, ...], problem: Problem, hardware: Hardware, tiles: Any
+    order: tuple[str, ...], problem: Problem, hardware: Hardware, tiles: Any, backend: str
 ) -> tuple[Plan | None, dict[str, str]]:
     """The plan of the first backend that takes the problem, and the refusals before it. Later ones are not loaded."""
     refusals = {}
@@ -111,9 +119,18 @@ def _first_that_can(
         candidate = registry.get(name)
         reason = _refusal(candidate, problem, hardware, tiles)
         if reason is None:
-            return Plan(backend=name, tiles=tiles or candidate.default_tiles(problem, hardware)), refusals
+            elsewhere = _elsewhere(problem) if backend == "auto" and name not in registry.AUTO_ANYWHERE else None
+            tiles = tiles or candidate.default_tiles(problem, hardware)
+            return Plan(backend=name, tiles=tiles, elsewhere=elsewhere), refusals
         refusals[name] = reason
     return None, refusals
+
+
+def _elsewhere(problem: Problem) -> Plan:
+    """The plan for platforms that nothing is known of. It takes every problem."""
+    name = registry.AUTO_ANYWHERE[-1]
+    # Most often it is a CPU beside the accelerator, and what fits its caches fits others.
+    return Plan(backend=name, tiles=registry.get(name).default_tiles(problem, named("cpu")))
 
 
 def _refusal(backend: Backend, problem: Problem, hardware: Hardware, tiles: Any) -> str | None:

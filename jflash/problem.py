@@ -35,6 +35,7 @@ class Problem:
       mask: the mask after `bind`, without the contents of its arrays.
       bias: shape (each axis 1 or that of (B, N, T, S)) and dtype of the bias, or None.
       deterministic: the gradients must be bit-equal between runs of the compiled program.
+      lse: the lse is part of the result, and differentiable; otherwise out alone is.
     """
 
     B: int
@@ -50,6 +51,7 @@ class Problem:
     mask: MaskStructure
     bias: tuple[tuple[int, ...], np.dtype] | None
     deterministic: bool
+    lse: bool
 
     @property
     def group(self) -> int:
@@ -70,6 +72,8 @@ class Problem:
             parts.append(f"softcap={self.softcap:g}")
         if self.deterministic:
             parts.append("deterministic")
+        if self.lse:
+            parts.append("lse")
         return " ".join(parts)
 
 

@@ -1,6 +1,7 @@
 """What several test files share: random operands, both passes of one call, their float64 truth, and the comparison."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -131,3 +132,15 @@ def assert_same_bits(found: Passes, wanted: Passes) -> None:
 def drawn(picture: str) -> np.ndarray:
     """A mask drawn by hand: a row for each query, `#` where it sees the key."""
     return np.array([[character == "#" for character in row] for row in picture.split()])
+
+
+def count(jaxpr: Any, found: Callable[[Any], bool]) -> int:
+    """How many equations of a jaxpr satisfy `found`, in all that is nested in it."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += bool(found(equation))
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                inner = getattr(inner, "jaxpr", inner)
+                total += count(inner, found) if hasattr(inner, "eqns") else 0
+    return total

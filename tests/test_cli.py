@@ -172,6 +172,22 @@ def test_a_refusal_is_shown_with_its_reason(no_peer):
         assert "FAILED: nothing ran" in out
 
 
+def test_a_backend_without_lse_is_checked_by_its_output(no_peer):
+    def supports(problem, hardware):
+        return "it has no lse" if problem.lse else None
+
+    def forward(problem, tiles, operands):
+        return xla.forward(problem, tiles, operands)._replace(lse=None)
+
+    xla = registry.get("xla")
+    with registry.registered(dataclasses.replace(xla, name="lseless", supports=supports, forward=forward)):
+        code, out, err = run("check", "--backend", "lseless", "--workload", "small", "--json")
+    assert code == 0, err
+    (record,) = records(out)
+    assert record["backend"] == "lseless" and record["within"]
+    assert {error["name"] for error in record["errors"]} == {"out", "dq", "dk", "dv"}
+
+
 def test_explain_for_a_device_that_is_not_here():
     code, out, _ = run(
         "explain", "T=4096", "N=32", "K=8", "H=128", "--causal", "--window", "1023,none", "--hardware", "h200"
@@ -199,7 +215,7 @@ def test_explain_in_float64():
         ("", "required: COMMAND"),
         ("frobnicate", "'frobnicate'"),
         ("check --frobnicate", "--frobnicate"),
-        ("check --backend nope", "'nope', wanted \"auto\" or one of 'xla', 'reference'"),
+        ("check --backend nope", "'nope', wanted \"auto\" or one of "),
         ("check --workload nope", "'nope', wanted one of small, small_mla"),
         ("check --seed one", "'one'"),
         ("check --plot {folder}/missing/check.png", "missing"),
@@ -239,7 +255,7 @@ def test_bench_times_all_implementations_and_hides_no_refusal():
     code, out, err = run("bench", "--lengths", 16, "--head-dim", 8, "--causal", "--json")
     assert code == 0
     found = {record["implementation"]: record for record in records(out)}
-    assert found.keys() == {"jflash xla", "jflash reference", "jax.nn xla", "jax.nn cudnn"}
+    assert found.keys() == {*(f"jflash {name}" for name in registry.names()), "jax.nn xla", "jax.nn cudnn"}
     for name in ("jflash xla", "jflash reference", "jax.nn xla"):
         record = found[name]
         assert record["refusal"] is None and record["device"] and record["versions"]["jax"] and record["date"]
@@ -248,6 +264,7 @@ def test_bench_times_all_implementations_and_hides_no_refusal():
         assert math.isclose(record["forward_backward_tflops"], 3.5 * operations / record["forward_backward_ms"] / 1e9)
     assert found["jflash xla"]["tiles"] == "XlaTiles(block_q=16, block_k=16)"
     assert "cuDNN" in found["jax.nn cudnn"]["refusal"]
+    assert "compute capability 8.0" in found["jflash cudnn"]["refusal"]
     assert "jax.nn cudnn      does not run: " in err
 
 

@@ -465,6 +465,77 @@ def test_b101_cards_of_others():
     assert hardware.of_device(device("", platform="tpu")).platform == "tpu"
 
 
+# Where the arrays are -------------------------------------------------------------------------------------------------
+
+
+def for_cuda(name: str) -> Backend:
+    """The reference, as a kernel that runs on CUDA devices alone."""
+
+    def supports(problem, hardware):
+        return None if hardware.platform == "cuda" else f"it runs on CUDA devices, not on {hardware}"
+
+    return Backend(name=name, supports=supports, forward=reference.BACKEND.forward)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """Takes the first CPU device, the default one, for an H200, and the others for what they are."""
+    real = hardware.of_device
+
+    def of_device(device):
+        return hardware.named("h200") if device == jax.devices()[0] else real(device)
+
+    for module in ("jflash.hardware", "jflash.api"):
+        monkeypatch.setattr(f"{module}.of_device", of_device)
+    return lambda tree: jax.device_put(tree, jax.devices()[3])
+
+
+def test_concrete_arrays_are_planned_for_their_device(gpu_machine):
+    on_cpu = gpu_machine(arrays())
+    on_gpu = jax.device_put(arrays(), jax.devices()[0])
+    with registry.registered(for_cuda("gpu_only"), auto_on=("cuda",)):
+        for there in (on_gpu, arrays(), tuple(map(jnp.asarray, arrays()))):
+            assert jflash.explain(*there).hardware == hardware.named("h200")
+            assert jflash.explain(*there).plan.backend == "gpu_only"
+            jflash.flash_attention(*there, backend="gpu_only")
+        assert jflash.explain(*on_cpu).hardware == hardware.named("cpu")
+        assert jflash.explain(*on_cpu).plan.backend == "xla"
+        assert jflash.flash_attention(*on_cpu).devices() == {jax.devices()[3]}
+        for call in (jflash.flash_attention, jflash.flash_attention_with_lse):
+            with pytest.raises(jflash.UnsupportedError, match="gpu_only: it runs on CUDA devices, not on cpu"):
+                call(*on_cpu, backend="gpu_only")
+
+
+@pytest.mark.parametrize("argument", ["q", "bias", "mask"])
+def test_any_committed_array_says_where_the_call_runs(gpu_machine, argument):
+    given = dict(zip("qkv", arrays())) | {"bias": array(1, 1, T, S), "mask": Lengths(kv=np.array([3, 4]))}
+    with registry.registered(for_cuda("gpu_only")):
+        jflash.flash_attention(**given, backend="gpu_only")
+        given[argument] = gpu_machine(given[argument])
+        with pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            jflash.flash_attention(**given, backend="gpu_only")
+
+
+def test_the_option_hardware_is_for_traced_calls():
+    def trace():
+        # A function of its own each time, since JAX traces one function once.
+        jax.jit(functools.partial(jflash.flash_attention, backend="gpu_only")).trace(*arrays())
+
+    with registry.registered(for_cuda("gpu_only")):
+        with jflash.use_options(hardware="h200"):
+            trace()
+            assert jflash.explain(*structs()).hardware == hardware.named("h200")
+            assert jflash.explain(*arrays()).hardware == hardware.named("cpu")
+            assert jflash.explain(*arrays(), hardware="t4").hardware == hardware.named("t4")
+            with pytest.raises(jflash.UnsupportedError, match="gpu_only: it runs on CUDA devices, not on cpu"):
+                jflash.flash_attention(*arrays(), backend="gpu_only")
+        with pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            trace()
+        # The other way round: told a CPU, an array that is traced is planned for it.
+        with jflash.use_options(hardware="cpu"), pytest.raises(jflash.UnsupportedError, match="not on cpu"):
+            trace()
+
+
 # A backend that refuses -----------------------------------------------------------------------------------------------
 
 REASON = "T=5 is no multiple of 8"
@@ -524,6 +595,36 @@ def test_b102_strict_raises():
         jflash.flash_attention(q, k, v, backend="xla")
 
 
+def test_b102_a_fall_from_one_kernel_to_the_next_is_no_warning():
+    """On a device that a kernel is not for, every call would warn though another kernel runs it."""
+    q, k, v = arrays()
+    second = counting("second", [])
+    with registry.registered(second, auto_on=("cpu",)), registry.registered(refusing("picky"), auto_on=("cpu",)):
+        assert registry.auto_order("cpu") == ("picky", "second", "xla")
+        with warnings.catch_warnings(), jflash.use_options(strict=True):
+            warnings.simplefilter("error")
+            jflash.flash_attention(q, k, v)
+        explanation = jflash.explain(q, k, v)
+    assert explanation.plan.backend == "second"
+    assert explanation.refusals["picky"] == REASON
+
+
+def test_b102_all_reasons_are_told():
+    q, k, v = arrays()
+    with (
+        registry.registered(refusing("fussy"), auto_on=("cpu",)),
+        registry.registered(refusing("picky"), auto_on=("cpu",)),
+    ):
+        with pytest.warns(jflash.FallbackWarning) as record:
+            jflash.flash_attention(q, k, v)
+        assert [str(warning.message) for warning in record] == [
+            f"picky refuses ({REASON}), fussy refuses ({REASON}), xla runs instead"
+        ]
+        with jflash.use_options(strict=True), pytest.raises(jflash.UnsupportedError, match="strict") as caught:
+            jflash.flash_attention(q, k, v)
+    assert caught.value.reasons == {"picky": REASON, "fussy": REASON}
+
+
 def test_b102_explicit_backend_never_falls_back():
     with registry.registered(refusing("picky")):
         with pytest.raises(jflash.UnsupportedError, match=f'picky: {REASON}\n.*backend="auto"') as caught:
@@ -563,6 +664,62 @@ def test_a_name_given_anew_runs_the_new_backend():
     for value in (1.0, 2.0):
         with registry.registered(constant(value)):
             assert (jflash.flash_attention(*arrays(), backend="constant") == value).all()
+
+
+# Who wants the lse ----------------------------------------------------------------------------------------------------
+
+
+def without_lse(name: str) -> Backend:
+    """The reference without its lse: the lse is not made up where nobody asks for it, and not given where one does."""
+
+    def supports(problem, hardware):
+        return "it has no lse" if problem.lse else None
+
+    def forward(problem, tiles, operands):
+        return reference.BACKEND.forward(problem, tiles, operands)._replace(lse=None)
+
+    return Backend(name=name, supports=supports, forward=forward)
+
+
+def test_only_who_asks_for_the_lse_needs_a_backend_that_has_one():
+    q, k, v = arrays()
+    with registry.registered(without_lse("lseless")):
+        call = functools.partial(jflash.flash_attention, backend="lseless", window=3)
+        found, pull_back = jax.vjp(call, q, k, v)
+        wanted, wanted_back = jax.vjp(functools.partial(call, backend="reference"), q, k, v)
+        for one, other in zip((found, *pull_back(found)), (wanted, *wanted_back(wanted)), strict=True):
+            assert np.array_equal(one, other)
+        assert jflash.flash_attention(q[0], k[0], v[0], backend="lseless").shape == (T, N, Hv)
+        assert jflash.flash_attention(q[:, :0], k, v, backend="lseless").shape == (B, 0, N, Hv)
+        with pytest.raises(jflash.UnsupportedError, match="lseless: it has no lse"):
+            jflash.flash_attention_with_lse(q, k, v, backend="lseless")
+        assert jflash.explain(q, k, v, backend="lseless").plan is not None
+        explanation = jflash.explain(q, k, v, backend="lseless", lse=True)
+    assert explanation.plan is None
+    assert explanation.refusals["lseless"] == "it has no lse"
+    assert re.search(r"^problem .* lse$", str(explanation), re.MULTILINE)
+    assert " lse" not in str(jflash.explain(q, k, v)).splitlines()[0]
+
+
+def test_auto_takes_another_backend_for_the_lse():
+    q, k, v = arrays()
+    with registry.registered(without_lse("lseless"), auto_on=("cpu",)):
+        assert jflash.explain(q, k, v).plan.backend == "lseless"
+        jflash.flash_attention(q, k, v)
+        jflash.dot_product_attention(q, k, v)
+        assert jflash.explain(q, k, v, lse=True).plan.backend == "xla"
+        for call in (
+            jflash.flash_attention_with_lse,
+            functools.partial(jflash.dot_product_attention, return_residual=True),
+        ):
+            with pytest.warns(jflash.FallbackWarning, match="lseless refuses"):
+                _, lse = call(q, k, v)
+            assert np.isfinite(lse).all()
+
+
+def test_explain_refuses_an_lse_that_is_no_flag():
+    with pytest.raises(jflash.ArgumentError, match="`lse`: found 1, wanted True or False"):
+        jflash.explain(*structs(), lse=1)
 
 
 # Tracing --------------------------------------------------------------------------------------------------------------

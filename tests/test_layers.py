@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jflash.backends.mosaic_gpu",
         "jflash.backends.triton",
     ),
-    ("jflash.backends.registry",),
+    ("jflash.backends.platforms", "jflash.backends.registry"),
     ("jflash.plan",),
     ("jflash.parallel.partition",),
     ("jflash.parallel",),

@@ -1,5 +1,6 @@
 """JAX's transformations of the public calls: with backends that JAX differentiates, with a kernel under custom_vjp."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_backend
+from helpers import count
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -280,18 +282,6 @@ def test_donated_operands(backend):
 # What is saved and what is run again ---------------------------------------------------------------------------------
 
 
-def count(jaxpr, found) -> int:
-    """How many equations of a jaxpr satisfy `found`, in all that is nested in it."""
-    total = 0
-    for equation in jaxpr.eqns:
-        total += bool(found(equation))
-        for parameter in equation.params.values():
-            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                inner = getattr(inner, "jaxpr", inner)
-                total += count(inner, found) if hasattr(inner, "eqns") else 0
-    return total
-
-
 def forward_passes(backend, policy) -> int:
     """How often the forward pass stands in the jaxpr of a training step under `jax.checkpoint`."""
     q, k, v = operands()
@@ -323,6 +313,18 @@ def test_checkpoint_changes_no_gradient(backend):
     call = functools.partial(scalar, backend=backend)
     found = jax.jit(jax.grad(jax.checkpoint(call, policy=policy), (0, 1, 2)))(*operands())
     assert_close(found, jax.grad(call, (0, 1, 2))(*operands()))
+
+
+def test_a_kernel_may_hold_constants():
+    """The lists of a static TileMap are such arrays, and what JAX partitions may not hold any."""
+
+    def forward(problem, tiles, operands):
+        out, lse = toy_backend.BACKEND.forward(problem, tiles, operands)
+        return jflash.Attended(out * np.arange(Hv, dtype=np.float32), lse)
+
+    with registry.registered(dataclasses.replace(toy_backend.BACKEND, name="constant", forward=forward)):
+        found = flash_attention(*operands(), backend="constant")
+    assert_close(found, np.asarray(flash_attention(*operands(), backend="reference")) * np.arange(Hv))
 
 
 # Several devices -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 
 def name_residuals(attended: Attended) -> Attended:
     """Gives out and lse their published names. What is returned and what is saved must both be this named value."""
-    return Attended(*(checkpoint_name(array, name) for array, name in zip(attended, RESIDUAL_NAMES)))
+    named = (None if array is None else checkpoint_name(array, name) for array, name in zip(attended, RESIDUAL_NAMES))
+    return Attended(*named)
 
 
 class Operands(NamedTuple):
@@ -62,7 +63,8 @@ class Backend:
       name: as in `backend="xla"`.
       supports: None, or a sentence that says why this problem cannot run on this hardware, with the offending number.
       default_tiles: the tiles for a problem; None where the backend has none.
-      forward: (problem, tiles, operands) to out and lse.
+      forward: (problem, tiles, operands) to out and lse; lse is None where the backend has none, which only a backend
+        without `backward` may do, and only where `problem.lse` does not ask for it.
       backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.

@@ -41,8 +41,8 @@ _LEGEND = """\
 error    largest absolute error against float64, of the output and of the gradient that is worst against its bound;
          plain: that of dense attention in the same precision
 bound    2 * plain + c * eps * scale, for the largest and the mean error of out, lse, dq, dk, dv; worst: error / bound
-time     median, ours with the lse and its cotangent, which jax.nn has not; speed: time of jax.nn.dot_product_attention
-         / ours, so above 1 is faster than it
+time     median, ours with the lse and its cotangent if the backend has one, jax.nn has none; speed: time of
+         jax.nn.dot_product_attention / ours, so above 1 is faster than it
 memory   of forward + backward as compiled: arguments + results + temporaries
 """
 _HEADER = (
@@ -141,11 +141,14 @@ def _chosen(workloads: tuple[Workload, ...], names: Sequence[str] | None) -> tup
 
 def _check_one(workload: Workload, backend: str, seed: int) -> Checked:
     inputs = random_inputs(workload, seed=seed)
-    arrays = (inputs.q, inputs.k, inputs.v)
-    explanation = explain(*arrays, mask=workload.mask, bias=inputs.bias, softcap=workload.softcap, backend=backend)
+    arguments = {"mask": workload.mask, "bias": inputs.bias, "softcap": workload.softcap, "backend": backend}
+    explanation, with_lse = (explain(inputs.q, inputs.k, inputs.v, lse=lse, **arguments) for lse in (False, True))
     if explanation.plan is None:
         return Checked(workload=workload, plan=None, refusal=reasons(explanation))
-    ours = attention_of(workload, backend=backend)
+    # What runs is what `flash_attention` gets. Where that has no lse, another backend's would not be its own.
+    has_lse = with_lse.plan == explanation.plan
+    inputs = inputs if has_lse else inputs._replace(d_lse=None)
+    ours = attention_of(workload, backend=backend, lse=has_lse)
     try:
         # One program for the errors and for the time with backward: compiling takes most of the time of a check.
         both = Program(forward_and_backward(ours), *inputs)

@@ -16,11 +16,12 @@ class Attended(NamedTuple):
 
     Attributes:
       out: (B, T, N, Hv), 0 for a query that sees no key.
-      lse: (B, N, T), natural log of the sum of exponentials of the logits; -inf for a query that sees no key.
+      lse: (B, N, T), natural log of the sum of exponentials of the logits; -inf for a query that sees no key. None only
+        between a backend that has none and a call that wants none.
     """
 
     out: Float[Array, "*B T N Hv"]
-    lse: Float[Array, "*B N T"]
+    lse: Float[Array, "*B N T"] | None
 
 
 class Carry(NamedTuple):

@@ -108,6 +108,10 @@ def partitioned(
     q, k, v = operands[:3]
     sizes = {"B": q.shape[0], "N": q.shape[2], "K": k.shape[2]}
 
+    # A function that holds constants, the lists of a static TileMap say, is none for `custom_partitioning` (JAX 0.11.2:
+    # "assert not closed_call.consts"); inside `jax.jit` they are constants of its own.
+    function = jax.jit(function)
+
     def whole(*arrays):
         return function(*arrays)
 

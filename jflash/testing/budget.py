@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jflash.api import flash_attention_with_lse
+from jflash.api import flash_attention, flash_attention_with_lse
 from jflash.masks import Dense
 from jflash.numerics.logits import logits
 from jflash.numerics.precision import compute_dtype, matmul_precision
@@ -31,7 +31,8 @@ from jflash.testing.workloads import Workload
 _RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 type Results = dict[str, np.ndarray]
-type Attention = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
+# (q, k, v, bias) to out and lse; None for lse where out is the whole result.
+type Attention = Callable[[Array, Array, Array, Array | None], tuple[Array, Array | None]]
 type MaskedAttention = Callable[[Array, Array, Array, Array | None, Array], tuple[Array, Array]]
 
 # Pairs of query and key that truth and plain attention hold at a time: 64 MiB in float64, and the derivative of the
@@ -78,12 +79,15 @@ class Measured:
 
 
 def forward_and_backward(attention: Attention) -> Callable[..., tuple[Array | None, ...]]:
-    """The function of `Inputs` that gives out, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`."""
+    """The function of `Inputs` that gives out, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`.
+
+    An attention that gives None for lse takes inputs whose d_lse is None.
+    """
 
     def run(q, k, v, bias, d_out, d_lse):
         found, pull = jax.vjp(attention, q, k, v, bias)
         # A NamedTuple's cotangent is one of its own kind.
-        cotangent = jax.tree.unflatten(jax.tree.structure(found), (d_out, d_lse))
+        cotangent = jax.tree.unflatten(jax.tree.structure(found), jax.tree.leaves((d_out, d_lse)))
         return *found, *pull(cotangent)
 
     return run
@@ -99,11 +103,14 @@ def compute(attention: Attention, inputs: Inputs) -> Results:
     return results_of(jax.jit(forward_and_backward(attention))(*inputs))
 
 
-def attention_of(workload: Workload, **arguments) -> Attention:
-    """The public call on a workload, with `backend=` or `tiles=` as given."""
+def attention_of(workload: Workload, *, lse: bool = True, **arguments) -> Attention:
+    """The public call on a workload, with `backend=` or `tiles=` as given; without `lse` it is `flash_attention`."""
+    arguments |= {"mask": workload.mask, "softcap": workload.softcap}
 
     def attention(q, k, v, bias):
-        return flash_attention_with_lse(q, k, v, mask=workload.mask, bias=bias, softcap=workload.softcap, **arguments)
+        if not lse:
+            return flash_attention(q, k, v, bias=bias, **arguments), None
+        return flash_attention_with_lse(q, k, v, bias=bias, **arguments)
 
     return attention
 
@@ -172,9 +179,12 @@ def _part(error: float, bound: float) -> float:
 def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Inputs, dtype: np.dtype) -> Results:
     """Results of `attention(q, k, v, bias, allowed)` on inputs held in `dtype`, a piece of all pairs at a time.
 
-    What several pieces contribute to is summed in `dtype`.
+    What several pieces contribute to is summed in `dtype`. Inputs without d_lse have results without lse.
     """
     w = workload
+    is_with_lse = inputs.d_lse is not None
+    if not is_with_lse:
+        inputs = inputs._replace(d_lse=np.zeros((w.B, w.N, w.T), dtype))
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
     wide = [None if array is None else np.asarray(array, dtype) for array in inputs]
 
@@ -195,7 +205,7 @@ def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Input
         results = run(*own, np.asarray(mask.allowed(t, s, b=b, n=n)))
         for total, axes, result in zip(totals.values(), result_axes, results):
             total[_cut(total, axes, piece)] += np.asarray(result)
-    return totals
+    return totals if is_with_lse else {name: total for name, total in totals.items() if name != "lse"}
 
 
 def _pieces(workload: Workload) -> Iterator[dict[str, slice]]:

@@ -15,7 +15,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       q, k, v, bias: operands; bias is None where the workload has none.
-      d_out, d_lse: cotangents, random and nowhere uniform: a uniform one hides permutations.
+      d_out, d_lse: cotangents, random and nowhere uniform: a uniform one hides permutations. d_lse is None for a call
+        whose result is out alone.
     """
 
     q: Float[Array, "B T N H"]
@@ -23,11 +24,11 @@ class Inputs(NamedTuple):
     v: Float[Array, "B S K Hv"]
     bias: Float[Array, "#B #N #T #S"] | None
     d_out: Float[Array, "B T N Hv"]
-    d_lse: Float[Array, "B N T"]
+    d_lse: Float[Array, "B N T"] | None
 
 
-def random_inputs(workload: Workload, *, seed: int = 0) -> Inputs:
-    """Standard normal numbers, drawn by numpy so that they do not depend on the device."""
+def random_inputs(workload: Workload, *, seed: int = 0, lse: bool = True) -> Inputs:
+    """Standard normal numbers, drawn by numpy so that they do not depend on the device; without `lse` no d_lse."""
     generator = np.random.default_rng(seed)
 
     def normal(shape: tuple[int, ...], dtype) -> Array:
@@ -40,5 +41,5 @@ def random_inputs(workload: Workload, *, seed: int = 0) -> Inputs:
         v=normal((w.B, w.S, w.K, w.Hv), w.dtype),
         bias=None if w.bias is None else normal(w.bias, w.bias_dtype),
         d_out=normal((w.B, w.T, w.N, w.Hv), w.dtype),
-        d_lse=normal((w.B, w.N, w.T), compute_dtype(np.dtype(w.dtype))),
+        d_lse=normal((w.B, w.N, w.T), compute_dtype(np.dtype(w.dtype))) if lse else None,
     )

@@ -1,13 +1,15 @@
 """Every backend on every workload: the numbers are within the error rule, or the call raises the expected reason."""
 
 import functools
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import UnsupportedError, flash_attention_with_lse
+from jflash import UnsupportedError, flash_attention, flash_attention_with_lse
 from jflash.backends import registry
 from jflash.backends.xla import XlaTiles
 from jflash.masks import Lengths, Segments, SlidingWindow
@@ -25,40 +27,117 @@ from jflash.testing.workloads import CONTRACT, contract_workloads
 
 # Small tiles, so that every workload crosses several; then the backend's own, which hold a workload whole.
 SMALL_TILES = XlaTiles(block_q=32, block_k=16)
-VARIANTS = {"reference": ("reference", None), "xla": ("xla", SMALL_TILES), "xla_default": ("xla", None)}
 
-# Why a backend refuses a workload, as a pattern for the message, by (backend, name of the workload without its dtype).
-# What does not stand here must run.
-REFUSALS: dict[tuple[str, str], str] = {}
+
+class Variant(NamedTuple):
+    """A backend as it is tested: with which tiles, in which dtype where a test chooses one, and with the lse or not."""
+
+    backend: str
+    tiles: Any = None
+    dtype: str = "float32"
+    lse: bool = True
+
+
+VARIANTS = {
+    "reference": Variant("reference"),
+    "xla": Variant("xla", SMALL_TILES),
+    "xla_default": Variant("xla"),
+    "cudnn": Variant("cudnn", dtype="bfloat16", lse=False),
+}
+
+
+class Refusal(NamedTuple):
+    """A claim: calls like these raise, with a message like this one. A condition left at None does not narrow it."""
+
+    reason: str
+    platform: str | None = None
+    dtypes: tuple[str, ...] | None = None
+    workloads: tuple[str, ...] | None = None
+
+    def is_about(self, workload: str, dtype: str, platform: str) -> bool:
+        return (
+            self.platform in (None, platform)
+            and (self.dtypes is None or dtype in self.dtypes)
+            and (self.workloads is None or workload in self.workloads)
+        )
+
+
+# What each backend refuses, by the names of workloads without their dtype; the first that fits says the reason. What
+# does not stand here must run.
+REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    "cudnn": (
+        Refusal(r"needs a CUDA device of compute capability 8\.0 or above, the hardware is cpu", platform="cpu"),
+        Refusal(r"takes bfloat16 and float16, the inputs are float32", dtypes=("float32",)),
+        Refusal(r"no bias on this way", workloads=("bias_pair", "bias_head_causal", "bias_row_softcap")),
+        Refusal(r"no softcap, asked for is softcap=1\.5", workloads=("softcap",)),
+        Refusal(
+            r"Hv=24 and H=16",
+            workloads=(
+                "full", "full_cross", "causal", "causal_bottom_right", "causal_offset_per_row", "window",
+                "window_left_offset", "documents_causal", "segments_unsorted", "lengths", "dense_per_head",
+                "dense_broadcast", "or_and", "nothing",
+            ),
+        ),
+        Refusal(r"Hv=12 and H=8", workloads=("few_keys",)),
+        Refusal(r"holds arrays", workloads=("mqa_decode", "dead_lengths", "dead_segments")),
+        Refusal(r"query 0 sees no key", workloads=("dead_window",)),
+    ),
+}  # fmt: skip
 
 WORKLOADS = contract_workloads("float32", "bfloat16") + contract_workloads("float16")[::3]
 
 
+def refusal_of(variant: Variant, workload: str, dtype: str, platform: str) -> str | None:
+    """The reason that a backend must give for refusing a workload; None where it must run."""
+    fitting = (
+        refusal.reason for refusal in REFUSALS.get(variant.backend, ()) if refusal.is_about(workload, dtype, platform)
+    )
+    return next(fitting, None)
+
+
 @functools.cache
-def oracle(name: str, platform: str) -> tuple:
+def oracle(name: str, platform: str, lse: bool = True) -> tuple:
     """Inputs, truth and plain results of a workload; plain on the device under test, as the rule says."""
     workload = next(workload for workload in WORKLOADS if workload.name == name)
-    inputs = random_inputs(workload, seed=7)
+    inputs = random_inputs(workload, seed=7, lse=lse)
     return inputs, truth_of(workload, inputs), plain_of(workload, inputs)
 
 
 def test_every_backend_is_in_the_contract():
-    assert {backend for backend, _ in VARIANTS.values()} == set(registry.names())
+    assert {variant.backend for variant in VARIANTS.values()} == set(registry.names())
+
+
+def test_every_refusal_is_about_a_workload_that_is_there():
+    names = {workload.name.split("-")[0] for workload in WORKLOADS} | {f"dead_{name}" for name in DEAD_MASKS}
+    for refusal in itertools.chain(*REFUSALS.values()):
+        assert refusal.workloads is None or names.issuperset(refusal.workloads), refusal
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_numbers_or_reason(workload, platform):
-    inputs, truth, plain = oracle(workload.name, platform)
-    for variant, (backend, tiles) in VARIANTS.items():
-        attention = attention_of(workload, backend=backend, tiles=tiles)
-        reason = REFUSALS.get((backend, workload.name.split("-")[0]))
+    for name, variant in VARIANTS.items():
+        attention = attention_of(workload, backend=variant.backend, tiles=variant.tiles, lse=variant.lse)
+        reason = refusal_of(variant, workload.name.split("-")[0], workload.dtype, platform)
         if reason is not None:
             with pytest.raises(UnsupportedError, match=reason):
-                compute(attention, inputs)
+                compute(attention, random_inputs(workload, lse=variant.lse))
             continue
+        inputs, truth, plain = oracle(workload.name, platform, variant.lse)
         rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype=workload.dtype)
-        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv"} | ({"dbias"} if workload.bias else set())
-        assert all(row.within for row in rows), [f"{variant} {row}" for row in rows if not row.within]
+        results = (
+            {"out", "dq", "dk", "dv"} | ({"lse"} if variant.lse else set()) | ({"dbias"} if workload.bias else set())
+        )
+        assert {row.name for row in rows} == results
+        assert all(row.within for row in rows), [f"{name} {row}" for row in rows if not row.within]
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if not variant.lse])
+def test_what_has_no_lse_refuses_to_give_one(name, platform):
+    variant = VARIANTS[name]
+    q = jnp.ones((2, 16, 4, 16), variant.dtype)
+    reason = refusal_of(variant, "", variant.dtype, platform) or "no lse that can be differentiated"
+    with pytest.raises(UnsupportedError, match=reason):
+        flash_attention_with_lse(q, q, q, backend=variant.backend)
 
 
 def test_float64_is_computed_in_float64(platform):
@@ -101,23 +180,30 @@ def test_the_rule_can_fail(platform):
 GARBAGE = [np.nan, np.inf, -np.inf, 1e4]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Lengths(q=np.array([20, 37], np.int32), kv=np.array([50, 0], np.int32)),
-        Segments(np.repeat([[1, 2, 0]], [17, 10, 10], 1), np.repeat([[2, 3, 1, 0]], [30, 21, 30, 20], 1), padding_id=0),
-        SlidingWindow(4, 1, offset=-7),
-    ],
-    ids=["lengths", "segments", "window"],
-)
-def test_what_dead_keys_and_queries_hold_has_no_influence(variant, mask, platform):
+DEAD_MASKS = {
+    "lengths": Lengths(q=np.array([20, 37], np.int32), kv=np.array([50, 0], np.int32)),
+    "segments": Segments(
+        np.repeat([[1, 2, 0]], [17, 10, 10], 1), np.repeat([[2, 3, 1, 0]], [30, 21, 30, 20], 1), padding_id=0
+    ),
+    "window": SlidingWindow(4, 1, offset=-7),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("mask_name", DEAD_MASKS)
+def test_what_dead_keys_and_queries_hold_has_no_influence(name, mask_name, platform):
     """Bit-equal results whatever stands in keys that nobody sees and queries that see nobody; their gradients are 0."""
-    backend, tiles = VARIANTS[variant]
+    variant, mask = VARIANTS[name], DEAD_MASKS[mask_name]
+    dtype = jnp.dtype(variant.dtype)
     B, T, S, N, K, H, Hv = 2, 37, 101, 6, 3, 16, 24
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: rng.standard_normal(shape).astype(dtype)  # noqa: E731
     q, k, v, d_out, d_lse = draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, Hv), draw(B, T, N, Hv), draw(B, N, T)
+    reason = refusal_of(variant, f"dead_{mask_name}", variant.dtype, platform)
+    if reason is not None:
+        with pytest.raises(UnsupportedError, match=reason):
+            flash_attention(q, k, v[..., :H], mask=mask, backend=variant.backend)
+        return
     bound = mask.bind(B=B, N=N, T=T, S=S)
     b, t, s = np.ix_(range(B), range(T), range(S))
     allowed = np.broadcast_to(np.asarray(bound.allowed(t, s, b=b)), (B, T, S))
@@ -126,15 +212,16 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(variant, mask, platfor
 
     def results(filling):
         def filled(array, dead):
-            return jnp.asarray(np.where(dead[..., None, None], np.float32(filling), array))
+            return jnp.asarray(np.where(dead[..., None, None], dtype.type(filling), array))
 
         operands = filled(q, dead_query), filled(k, dead_key), filled(v, dead_key)
-        cotangent = filled(d_out, dead_query), jnp.asarray(np.where(dead_query[:, None], np.float32(filling), d_lse))
+        cotangent = filled(d_out, dead_query), jnp.asarray(np.where(dead_query[:, None], filling, d_lse), jnp.float32)
 
         @jax.jit
         def run(operands, cotangent):
             found, pull = jax.vjp(
-                lambda *o: tuple(flash_attention_with_lse(*o, mask=mask, backend=backend, tiles=tiles)), *operands
+                lambda *o: tuple(flash_attention_with_lse(*o, mask=mask, backend=variant.backend, tiles=variant.tiles)),
+                *operands,
             )
             return *found, *pull(cotangent)
 

@@ -9,15 +9,16 @@ from jflash.errors import ArgumentError
 
 # Modules are imported at the first use of their backend, so that `import jflash` loads no GPU code.
 _MODULES = {
+    "mosaic_gpu": "jflash.backends.mosaic_gpu",
     "cudnn": "jflash.backends.cudnn",
     "xla": "jflash.backends.xla",
     "reference": "jflash.backends.reference",
 }
 
-# The order of "auto" on each lowering platform. On CUDA: `cudnn`, whose kernels take few problems and are many times
-# faster than a scan. `xla` is everywhere the last: it takes every problem. `reference` is in no order: its memory grows
+# The order of "auto" on each lowering platform. On CUDA: our kernels, then `cudnn`, whose kernels take few problems and
+# are many times faster than a scan. `xla` is everywhere the last: it takes every problem. `reference` is in no order: its memory grows
 # with T x S, which nobody should get unasked.
-_AUTO: dict[str, tuple[str, ...]] = {"cuda": ("cudnn",)}
+_AUTO: dict[str, tuple[str, ...]] = {"cuda": ("mosaic_gpu", "cudnn")}
 AUTO_ANYWHERE = ("xla",)
 
 _registered: dict[str, Backend] = {}

@@ -42,6 +42,7 @@ VARIANTS = {
     "reference": Variant("reference"),
     "xla": Variant("xla", SMALL_TILES),
     "xla_default": Variant("xla"),
+    "mosaic_gpu": Variant("mosaic_gpu", dtype="bfloat16"),
     "cudnn": Variant("cudnn", dtype="bfloat16", lse=False),
 }
 
@@ -65,6 +66,14 @@ class Refusal(NamedTuple):
 # What each backend refuses, by the names of workloads without their dtype; the first that fits says the reason. What
 # does not stand here must run.
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    "mosaic_gpu": (
+        Refusal(r"for CUDA devices of compute capability 9\.0, not for cpu", platform="cpu"),
+        Refusal(r"16 bits and never narrows; q, k and v are float32", dtypes=("float32",)),
+        Refusal(r"do not take a bias", workloads=("bias_pair", "bias_head_causal", "bias_row_softcap")),
+        Refusal(r"do not take a softcap", workloads=("softcap",)),
+        Refusal(r"not along BNTS", workloads=("dense_per_head", "dense_broadcast")),
+        Refusal(r"Hv=12 is no multiple of 8", workloads=("few_keys",)),
+    ),
     "cudnn": (
         Refusal(r"needs a CUDA device of compute capability 8\.0 or above, the hardware is cpu", platform="cpu"),
         Refusal(r"takes bfloat16 and float16, the inputs are float32", dtypes=("float32",)),

@@ -54,11 +54,12 @@ class Pieces:
     is_tiled: bool
 
     @classmethod
-    def of(cls, columns: int, *lengths: int) -> "Pieces":
-        """Of so many columns of arrays of these lengths."""
-        if columns % CHUNK == 0 and all(length % _TILE_ROWS == 0 for length in lengths):
+    def of(cls, columns: int, *lengths: int, even: bool = False) -> "Pieces":
+        """Of so many columns of arrays of these lengths; `even`, so that two warpgroups can split the chunks."""
+        multiple = 2 * CHUNK if even else CHUNK
+        if columns % multiple == 0 and all(length % _TILE_ROWS == 0 for length in lengths):
             return cls(1, columns, True)
-        return cls(chunks(columns), CHUNK, False)
+        return cls(-(-columns // multiple) * (multiple // CHUNK), CHUNK, False)
 
     @property
     def chunks(self) -> int:
@@ -67,6 +68,13 @@ class Pieces:
     def refs(self, ref: Any, *index: Any) -> list[Any]:
         """Each piece of a reference (pieces, rows, width), with the same index into its rows."""
         return [ref.at[(piece, *index)] for piece in range(self.count)]
+
+    def halves(self, ref: Any, which: Any) -> list[Any]:
+        """The pieces, or the part of one, that are the first or second half of a reference (pieces, rows, width)."""
+        if self.count == 1:
+            half = self.width // 2
+            return [ref.at[0, :, pl.ds(which * half, half)]]
+        return [ref.at[which * (self.count // 2) + piece] for piece in range(self.count // 2)]
 
     def chunk(self, ref: Any, chunk: Any) -> Any:
         """One chunk of a reference (pieces, rows, width): its rows and CHUNK columns."""

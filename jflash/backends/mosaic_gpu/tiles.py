@@ -3,8 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
-
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
@@ -190,11 +188,3 @@ def _dq_tiles(problem: Problem) -> DqTiles:
         v_stages=2 if H + Hv <= 448 else 1,
         head_group=_head_group(problem),
     )
-
-
-def forward_smem_bytes(tiles: ForwardTiles, *, H: int, Hv: int, dtype: np.dtype) -> int:
-    """Shared memory of the forward kernel but for its barriers and alignment, which take less than 4 KiB."""
-    row_bytes = CHUNK * dtype.itemsize
-    q = tiles.block_q * max(chunks(H), chunks(Hv)) * row_bytes
-    kv = tiles.stages * tiles.block_k * (chunks(H) + chunks(Hv)) * row_bytes
-    return q + kv

@@ -6,13 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jflash.backends.mosaic_gpu.primitives import CHUNK, chunks
+from jflash.backends.mosaic_gpu.sm90.backward_common import BackwardKernel
+from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
+from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Gradients, Operands
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
 from jflash.problem import Problem
 
+# The widest head of which one warpgroup holds dK and dV of 64 keys.
+_NARROW = 128
 # Statistics are stored for whole tiles of queries, of any size.
 _STATISTICS_MULTIPLE = 128
 
@@ -26,7 +30,7 @@ def backward(
     delta: Float[Array, "B N T"],
 ) -> Gradients:
     """dq, dk and dv from the saved lse; see the kernels."""
-    T, S, dtype = problem.T, problem.S, problem.dtype
+    T, S = problem.T, problem.S
     q, k, v, _, mask = operands
     # 0 times what a dead key or a dead query holds must be 0.
     k, v = (zero_dead_keys(x, mask, T=T, S=S) for x in (k, v))
@@ -35,19 +39,28 @@ def backward(
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
     operands = Operands(q, k, v, None, mask)
     rows = _statistics(problem, lse, delta)
+    is_wide = max(problem.H, problem.Hv) > _NARROW
+    # Adding up in an order that changes between runs is what the other kernel for dq is without.
+    kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
+    # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
-        kernel = NarrowBackward(problem, tiles, operands, with_dq=True)
-        # Whole tiles and chunks, so that one TMA adds a part of dq.
-        shape = (problem.B * problem.N, rows.shape[-1], chunks(problem.H) * CHUNK)
+        if problem.deterministic:
+            return Gradients(dq(problem, tiles, operands, rows, d_out), *kernel(rows, d_out, None))
+        return Gradients(*_with_dq(kernel, problem, operands, rows, d_out))
 
-        def accumulate(refs):
-            dq_ref, dk_ref, dv_ref = refs
-            dk_ref[...], dv_ref[...] = kernel(rows, d_out, dq_ref)
 
-        zeros = jnp.zeros(shape, jnp.float32), jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-        dq, dk, dv = pl.run_state(accumulate)(zeros)
-    dq = dq.reshape(problem.B, problem.N, *dq.shape[1:])[:, :, :T, : problem.H].swapaxes(1, 2)
-    return Gradients((dq * np.float32(problem.scale)).astype(dtype), dk, dv)
+def _with_dq(
+    kernel: BackwardKernel, problem: Problem, operands: Operands, rows: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    def accumulate(refs):
+        dq_ref, dk_ref, dv_ref = refs
+        dk_ref[...], dv_ref[...] = kernel(rows, d_out, dq_ref)
+
+    # A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
+    zeros = jnp.zeros((problem.B * problem.N, rows.shape[-1], kernel.dq_columns), jnp.float32)
+    sums, dk, dv = pl.run_state(accumulate)((zeros, jnp.zeros_like(operands.k), jnp.zeros_like(operands.v)))
+    sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
+    return (sums * np.float32(problem.scale)).astype(problem.dtype), dk, dv
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array) -> Float[Array, "B N 2 rows"]:

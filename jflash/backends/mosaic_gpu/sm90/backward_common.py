@@ -1,0 +1,262 @@
+"""What the fused backward kernels have in common: their operands, the warpgroup that loads, the steps, the mask.
+
+A block of threads keeps a tile of keys of one key/value head and their values in shared memory, and steps over the
+tiles of queries that see them, of each query head of the group. Two warpgroups compute, a third loads Q, dO, -lse /
+scale and -delta by TMA.
+
+-lse / scale and -delta are where the accumulators of S and dP start: no instruction subtracts them, and -inf instead of
+the former masks a pair before its matmul begins.
+"""
+
+import abc
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jflash.backends.mosaic_gpu.primitives import (
+    BY_COLUMN,
+    BY_ROW,
+    CHUNK,
+    LOG2_E,
+    Pieces,
+    along_columns,
+    along_rows,
+    i32,
+    load_global,
+    load_pieces,
+    row_ids,
+    smem_pieces,
+)
+from jflash.backends.mosaic_gpu.tiles import HopperTiles
+from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, Visits
+from jflash.backends.protocol import Operands
+from jflash.masks.tile_map import TileMap
+from jflash.numerics.varying import result_struct
+from jflash.problem import Problem
+
+WARPGROUPS = 2
+_COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
+
+
+class Steps:
+    """The steps of a block of threads: the visits of each query head of the group, one head after the other."""
+
+    def __init__(self, visits: Visits, *, group: int, stages: int):
+        self._visits, self._group, self._stages = visits, group, stages
+        self.count = visits.count * group
+
+    def loop(self, body: Callable[[Any, Any], None]) -> None:
+        """Runs `body(head of the group, visit)` for each step."""
+
+        # Two loops: a division by the count of visits took registers enough to spill.
+        @pl.loop(0, self._group)
+        def _(g):
+            @pl.loop(0, self._visits.count)
+            def _(t):
+                body(g, t)
+
+    def index(self, g: Any, t: Any) -> Any:
+        return t if self._group == 1 else g * self._visits.count + t
+
+    def slot(self, g: Any, t: Any) -> Any:
+        return self.slot_of(self.index(g, t))
+
+    def slot_of(self, index: Any) -> Any:
+        return lax.rem(i32(index), i32(self._stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What a block of threads works on, and where: indices known in the kernel, and references.
+
+    Attributes:
+      b, kv_head, k_at: batch row, key/value head, first key.
+      visits, steps: which tiles of queries.
+      mask_refs: the values of the mask.
+      s: scratch memory and barriers, by name.
+      dq, dk, dv: results in global memory; dq is None where another kernel computes it.
+    """
+
+    b: Any
+    kv_head: Any
+    k_at: Any
+    tile: Any
+    visits: Visits
+    steps: Steps
+    mask_refs: tuple[Any, ...]
+    s: types.SimpleNamespace
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class BackwardKernel(abc.ABC):
+    """dk and dv of one problem and, added to a reference, dq before the scale.
+
+    Args:
+      with_dq: whether to compute dq.
+    """
+
+    kernel_name: str
+    qk: Pieces
+    vo: Pieces
+
+    def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
+        self.problem, self.operands, self.with_dq = problem, operands, with_dq
+        self.tiles, self.inline_ptx = tiles.backward, tiles.inline_ptx
+        self.block_q, self.block_k, self.stages = self.tiles.block_q, self.tiles.block_k, self.tiles.stages
+        self.scale_log2 = problem.scale * LOG2_E
+        lengths = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
+        # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
+        self.visits = TileVisits(TileMap(mask=operands.mask, transpose=True, **lengths), parts=1)
+        self.mask_values = MaskValues(operands.mask, **lengths)
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of the array that dq is added to: whole chunks, so that one TMA adds a part of dq."""
+        return self.qk.chunks * CHUNK
+
+    @abc.abstractmethod
+    def _scratch(self) -> dict[str, Any]:
+        """Scratch types beyond those that all have."""
+
+    @abc.abstractmethod
+    def _compute(self, block: Block, warpgroup: Any) -> None:
+        """The work of a warpgroup that computes."""
+
+    def __call__(self, rows: jax.Array, d_out: jax.Array, dq_ref: Any | None) -> tuple[jax.Array, jax.Array]:
+        """dk and dv; `rows` (B, N, 2, T rounded up) holds -lse / scale and -delta, `dq_ref` (B N, T rounded up,
+        dq_columns) float32 has dq added to it."""
+        problem, stages, dtype, barrier = self.problem, self.stages, self.problem.dtype, plgpu.Barrier
+        visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
+        # Ids of queries for the mask: an iota along columns, computed outside of the loop by LLVM, spilled.
+        query_ids = jnp.arange(self.block_q, dtype=jnp.int32)
+        dq_refs = (dq_ref,) if self.with_dq else ()
+
+        def kernel(q_g, k_g, v_g, do_g, rows_g, ids_g, *refs, **scratch):
+            visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
+            mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
+            dq_g, (dk_g, dv_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
+            block = self._block(visit_refs, mask_refs, types.SimpleNamespace(**scratch), dq_g, dk_g, dv_g)
+            warpgroup = lax.axis_index("warpgroup")
+
+            @pl.when(warpgroup < WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+                plgpu.barrier_wait(block.s.kv_full)
+                self._compute(block, warpgroup)
+
+            @pl.when(warpgroup == WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+                self._load(block, q_g, k_g, v_g, do_g, rows_g, ids_g)
+
+        return plgpu.kernel(
+            kernel,
+            out_type=[result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)],
+            grid=(problem.B * problem.K * self.visits.rows,),
+            grid_names=("block",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+            scratch_types={
+                # dK and dV go where K and V were.
+                "k": plgpu.RefUnion(*smem_pieces((), self.block_k, self.qk, dtype)),
+                "v": plgpu.RefUnion(*smem_pieces((), self.block_k, self.vo, dtype)),
+                "q": plgpu.RefUnion(*smem_pieces((stages,), self.block_q, self.qk, dtype)),
+                "do": plgpu.RefUnion(*smem_pieces((stages,), self.block_q, self.vo, dtype)),
+                "rows": plgpu.SMEM((stages, 2, self.block_q), jnp.float32),
+                "ids": plgpu.SMEM((self.block_q,), jnp.int32),
+                "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
+                "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=stages),
+                "do_full": barrier(num_arrivals=self.vo.count, num_barriers=stages),
+                "q_free": barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+                "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+                **self._scratch(),
+            },
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
+        )(*self.operands[:3], d_out, rows, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
+
+    def _block(self, visit_refs, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
+        index, rows = lax.axis_index("block"), i32(self.visits.rows)
+        tile, head = lax.rem(index, rows), lax.div(index, rows)
+        b, kv_head = lax.div(head, i32(self.problem.K)), lax.rem(head, i32(self.problem.K))
+        visits = self.visits.of_row(visit_refs, b=b, row=tile, part=i32(0))
+        steps = Steps(visits, group=self.problem.group, stages=self.stages)
+        return Block(b, kv_head, tile * self.block_k, tile, visits, steps, mask_refs, scratch, dq_g, dk_g, dv_g)
+
+    def _place(self, block: Block, g: Any, t: Any) -> tuple[Any, Any, Any]:
+        """Of a step the query head, the first query, and whether its tile is partial."""
+        if not self.visits.is_masked:
+            # The blocks of a head start at different queries, so that they do not add to one tile of dQ at once: 579 to
+            # 627 TFLOP/s on an H200 (2026-11-29, study).
+            t = lax.rem(t + block.tile * max(1, self.block_k // self.block_q), block.visits.count)
+        column = block.visits.column(t)
+        head = block.kv_head * self.problem.group + g
+        return head, column * self.block_q, block.visits.is_partial(t, column)
+
+    def _load(self, block: Block, q_g, k_g, v_g, do_g, rows_g, ids_g) -> None:
+        s, steps = block.s, block.steps
+        tma = types.SimpleNamespace(k=s.k[0], v=s.v[0], q=s.q[0], do=s.do[0])
+        keys = {"b": block.b, "row": block.k_at, "rows": self.block_k, "head": block.kv_head}
+        load_pieces(k_g, self.qk.refs(tma.k), s.kv_full, **keys)
+        load_pieces(v_g, self.vo.refs(tma.v), s.kv_full, **keys)
+        plgpu.copy_gmem_to_smem(ids_g, s.ids, s.kv_full)
+
+        def step(g, t):
+            slot = steps.slot(g, t)
+            head, q_at, _ = self._place(block, g, t)
+            queries = {"b": block.b, "row": q_at, "rows": self.block_q, "head": head}
+            is_reused = steps.index(g, t) >= self.stages
+
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
+            load_pieces(q_g, self.qk.refs(tma.q.at[slot]), s.q_full.at[slot], **queries)
+            for which in range(2):
+                statistics = rows_g.at[block.b, head, which, pl.ds(q_at, self.block_q)]
+                plgpu.copy_gmem_to_smem(statistics, s.rows.at[slot, which], s.q_full.at[slot])
+
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
+            load_pieces(do_g, self.vo.refs(tma.do.at[slot]), s.do_full.at[slot], **queries)
+
+        steps.loop(step)
+        # Every release is seen, so that no barrier is left in the middle of a phase.
+        last = lax.min(i32(self.stages), steps.count)
+
+        @pl.loop(0, last)
+        def _(i):
+            for free in (s.q_free, s.do_free):
+                plgpu.barrier_wait(free.at[steps.slot_of(steps.count - last + i)])
+
+    # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
+
+    def _s_start(self, block: Block, slot, is_partial, *, q_at, q_from, k_at, shape: tuple[int, int]):
+        """-lse / scale, or -inf where the mask does not allow a pair.
+
+        `q_at` is the first query of the step, `q_from` that of the tile within the step, `k_at` the first key.
+        """
+        queries = pl.ds(q_from, shape[1])
+
+        def masked(x):
+            allowed = self.mask_values.allowed(
+                block.mask_refs,
+                q=along_columns(plgpu.load(block.s.ids.at[queries], layout=BY_COLUMN) + q_at, shape),
+                k=row_ids(shape) + k_at,
+                b=block.b,
+                load_q=lambda ref: along_columns(load_global(ref, q_at + q_from, shape[1], layout=BY_COLUMN), shape),
+                load_k=lambda ref: along_rows(load_global(ref, k_at, shape[0], layout=BY_ROW), shape),
+            )
+            return jnp.where(allowed, x, -jnp.inf)
+
+        start = along_columns(plgpu.load(block.s.rows.at[slot, 0, queries], layout=BY_COLUMN), shape)
+        return lax.cond(is_partial, masked, lambda x: x, start) if self.visits.is_masked else start
+
+    def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
+        """-delta."""
+        return along_columns(plgpu.load(block.s.rows.at[slot, 1, pl.ds(q_from, shape[1])], layout=BY_COLUMN), shape)

@@ -1,0 +1,133 @@
+"""The fused backward kernel for Hopper for head dims over 128: dK and dV of 64 keys fill two warpgroups' registers.
+
+As `backward_narrow.py`, but the warpgroups split the queries of a step for S and dP, 32 each, and the columns for dV,
+dK and dQ. So both need all of P and dS, which go through shared memory.
+"""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from jflash.backends.mosaic_gpu.primitives import Pieces, smem_tiles, store_pieces
+from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel, Block
+from jflash.backends.mosaic_gpu.tiles import HopperTiles
+from jflash.backends.protocol import Operands
+from jflash.problem import Problem
+
+
+class WideBackward(BackwardKernel):
+    """Warpgroups split the columns."""
+
+    kernel_name = "jflash_backward_wide_sm90"
+
+    def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
+        super().__init__(problem, tiles, operands, with_dq=with_dq)
+        self.qk, self.vo = (Pieces.of(size, problem.T, problem.S, even=True) for size in (problem.H, problem.Hv))
+        self.s_shape = (self.block_k, self.block_q // WARPGROUPS)
+
+    def _scratch(self) -> dict[str, Any]:
+        barrier, dtype = plgpu.Barrier, self.problem.dtype
+        shared = barrier(num_arrivals=WARPGROUPS)
+        scratch = {
+            "p": smem_tiles((self.block_q, self.block_k), dtype),
+            "ds": smem_tiles((self.block_q, self.block_k), dtype),
+            "p_and_ds_full": shared,
+            "p_and_ds_free": shared,
+            "results_full": shared,
+        }
+        if self.with_dq:
+            half = self.dq_columns // WARPGROUPS
+            scratch["dq"] = smem_tiles((WARPGROUPS, self.block_q, half), np.dtype(np.float32))
+        return scratch
+
+    def _compute(self, block: Block, warpgroup: Any) -> None:
+        s = block.s
+        (k_tma, k), (v_tma, v) = s.k, s.v
+        dk_halves, dv_halves = self.qk.halves(k, warpgroup), self.vo.halves(v, warpgroup)
+
+        def loop(*refs):
+            dk_refs, dv_refs = refs[: len(dk_halves)], refs[len(dk_halves) :]
+            block.steps.loop(functools.partial(self._step, block, warpgroup, dk_refs, dv_refs))
+            return [ref[...] for ref in dk_refs], [ref[...] for ref in dv_refs]
+
+        widths = [half.shape[-1] for half in (*dk_halves, *dv_halves)]
+        dk, dv = pl.run_scoped(loop, *(plgpu.ACC((self.block_k, width), jnp.float32) for width in widths))
+
+        plgpu.barrier_wait(s.p_and_ds_free)  # Both warpgroups have read K and V for the last time.
+        for half, x in zip(dv_halves, dv):
+            half[...] = x.astype(block.dv.dtype)
+        for half, x in zip(dk_halves, dk):
+            half[...] = (x * self.problem.scale).astype(block.dk.dtype)
+        plgpu.commit_smem()
+        # Half of the columns of a tile are not contiguous, as TMA needs them: each warpgroup stores half of the rows.
+        plgpu.barrier_arrive(s.results_full)
+        plgpu.barrier_wait(s.results_full)
+        rows = self.block_k // WARPGROUPS
+        own_rows = pl.ds(warpgroup * rows, rows)
+        keys = {"b": block.b, "row": block.k_at + warpgroup * rows, "rows": rows, "head": block.kv_head}
+        store_pieces(self.vo.refs(v_tma, own_rows), block.dv, **keys)
+        store_pieces(self.qk.refs(k_tma, own_rows), block.dk, **keys)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _step(self, block: Block, warpgroup, dk_refs, dv_refs, g, t) -> None:
+        s, steps, dtype = block.s, block.steps, self.problem.dtype
+        (_, k), (_, v), (_, q), (_, do) = s.k, s.v, s.q, s.do
+        slot = steps.slot(g, t)
+        head, q_at, is_partial = self._place(block, g, t)
+        q_from = warpgroup * self.s_shape[1]
+        own_queries = pl.ds(q_from, self.s_shape[1])
+        plgpu.barrier_wait(s.q_full.at[slot])
+
+        def s_and_dp(s_ref, dp_ref):
+            # Both accumulators before both matmuls, as in the narrow kernel.
+            place = {"q_at": q_at, "q_from": q_from, "k_at": block.k_at}
+            s_ref[...] = self._s_start(block, slot, is_partial, **place, shape=self.s_shape)
+            dp_ref[...] = self._dp_start(block, slot, q_from=q_from, shape=self.s_shape)
+            for k_piece, q_piece in zip(self.qk.refs(k), self.qk.refs(q.at[slot], own_queries)):
+                plgpu.wgmma(s_ref, k_piece, q_piece.T)
+            plgpu.barrier_wait(s.do_full.at[slot])
+            for v_piece, do_piece in zip(self.vo.refs(v), self.vo.refs(do.at[slot], own_queries)):
+                plgpu.wgmma(dp_ref, v_piece, do_piece.T)
+            p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count) * self.scale_log2)
+            return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
+
+        accumulator = plgpu.ACC(self.s_shape, jnp.float32)
+        p16, ds16 = pl.run_scoped(s_and_dp, accumulator, accumulator)
+        pl.when(steps.index(g, t) > 0)(lambda: plgpu.barrier_wait(s.p_and_ds_free))
+        for ref, x in ((s.p, p16), (s.ds, ds16)):
+            ref.at[own_queries].T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s.p_and_ds_full)
+        plgpu.barrier_wait(s.p_and_ds_full)
+
+        def matmuls(*dq_refs):
+            for dv_ref, half in zip(dv_refs, self.vo.halves(do.at[slot], warpgroup)):
+                plgpu.wgmma(dv_ref, s.p.T, half)
+            for dq_ref, half in zip(dq_refs, self.qk.halves(k, warpgroup)):
+                plgpu.wgmma(dq_ref, s.ds, half)
+            for dk_ref, half in zip(dk_refs, self.qk.halves(q.at[slot], warpgroup)):
+                plgpu.wgmma(dk_ref, s.ds.T, half)
+            plgpu.wgmma_wait(len(dq_refs) + len(dk_refs))
+            plgpu.barrier_arrive(s.do_free.at[slot])
+            return [plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(dk_refs)) for dq_ref in dq_refs]
+
+        widths = [half.shape[-1] for half in self.qk.halves(k, warpgroup)] * self.with_dq
+        dq = pl.run_scoped(matmuls, *(plgpu.ACC((self.block_q, width), jnp.float32) for width in widths))
+        if self.with_dq:
+            # While dK is computed.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for index, x in enumerate(dq):
+                s.dq[warpgroup, :, pl.ds(index * x.shape[-1], x.shape[-1])] = x
+            plgpu.commit_smem()
+            half = self.dq_columns // WARPGROUPS
+            target = block.dq.at[
+                block.b * self.problem.N + head, pl.ds(q_at, self.block_q), pl.ds(warpgroup * half, half)
+            ]
+            plgpu.copy_smem_to_gmem(s.dq.at[warpgroup], target, reduction_op="add")
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(s.q_free.at[slot])
+        plgpu.barrier_arrive(s.p_and_ds_free)

@@ -16,8 +16,8 @@ _MODULES = {
 }
 
 # The order of "auto" on each lowering platform. On CUDA: our kernels, then `cudnn`, whose kernels take few problems and
-# are many times faster than a scan. `xla` is everywhere the last: it takes every problem. `reference` is in no order: its memory grows
-# with T x S, which nobody should get unasked.
+# are many times faster than a scan. `xla` is everywhere the last: it takes every problem. `reference` is in no order:
+# its memory grows with T x S, which nobody should get unasked.
 _AUTO: dict[str, tuple[str, ...]] = {"cuda": ("mosaic_gpu", "cudnn")}
 AUTO_ANYWHERE = ("xla",)
 

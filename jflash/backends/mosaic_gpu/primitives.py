@@ -99,7 +99,7 @@ def smem_pieces(leading: tuple[int, ...], rows: int, pieces: Pieces, dtype: np.d
     return for_wgmma if pieces.is_tiled else untiled, for_wgmma
 
 
-def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> plgpu.SMEM:
+def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Shared memory of shape (..., rows, columns) for WGMMA, and for TMA of arrays whose sizes fit the tiles."""
     tiling = plgpu.TilingTransform((_TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE_BYTES)))

@@ -45,7 +45,8 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     operands, (out, lse) = residuals
     d_out, d_lse = cotangents
     # ds = p · (dp - delta): the cotangent of lse adds p · d_lse to ds, so it only shifts delta (algorithm 2, line 4).
-    delta = jnp.einsum("btnd,btnd->bnt", d_out, out, preferred_element_type=jnp.float32) - d_lse
+    # A product and a sum: as a batched dot of vectors XLA may hand it to a matmul library.
+    delta = (d_out.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
 
     def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
         return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))

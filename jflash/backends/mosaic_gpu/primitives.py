@@ -65,16 +65,16 @@ class Pieces:
     def chunks(self) -> int:
         return self.count * self.width // CHUNK
 
-    def refs(self, ref: Any, *index: Any) -> list[Any]:
-        """Each piece of a reference (pieces, rows, width), with the same index into its rows."""
-        return [ref.at[(piece, *index)] for piece in range(self.count)]
+    def refs(self, ref: Any, *index: Any, zero: Any = 0) -> list[Any]:
+        """Each piece of a reference (pieces, rows, width), with the same index into its rows; `zero` as of `opaque`."""
+        return [ref.at[(zero + piece, *index)] for piece in range(self.count)]
 
-    def halves(self, ref: Any, which: Any) -> list[Any]:
+    def halves(self, ref: Any, which: Any, *, zero: Any = 0) -> list[Any]:
         """The pieces, or the part of one, that are the first or second half of a reference (pieces, rows, width)."""
         if self.count == 1:
             half = self.width // 2
-            return [ref.at[0, :, pl.ds(which * half, half)]]
-        return [ref.at[which * (self.count // 2) + piece] for piece in range(self.count // 2)]
+            return [ref.at[zero, :, pl.ds(which * half, half)]]
+        return [ref.at[which * (self.count // 2) + piece + zero] for piece in range(self.count // 2)]
 
     def chunk(self, ref: Any, chunk: Any) -> Any:
         """One chunk of a reference (pieces, rows, width): its rows and CHUNK columns."""
@@ -83,6 +83,15 @@ class Pieces:
 
 def i32(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
+
+
+def opaque(*indices: Any) -> tuple[jax.Array, ...]:
+    """The indices, unknown to the compiler from here on.
+
+    Inside a loop it keeps LLVM from computing the addresses of all matmuls before the loop, 64 bits each, which do not
+    fit the registers: a kernel that uses every one of them spills tens to hundreds of bytes without it.
+    """
+    return lax.optimization_barrier(tuple(i32(index) for index in indices))
 
 
 def smem_pieces(leading: tuple[int, ...], rows: int, pieces: Pieces, dtype: np.dtype) -> tuple[Any, Any]:

@@ -13,13 +13,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jflash.backends.mosaic_gpu.primitives import (
     CHUNK,
     WARPGROUP_ROWS,
     Pieces,
     exchange,
+    opaque,
     smem_tiles,
     store_pieces,
 )
@@ -82,9 +82,8 @@ class NarrowBackward(BackwardKernel):
         (_, k), (_, v), (_, q), (_, do) = s.k, s.v, s.q, s.do
         i, slot = steps.index(g, t), steps.slot(g, t)
         head, q_at, is_partial = self._place(block, g, t)
-        # The barrier keeps LLVM from computing the addresses of all matmuls outside of the loop, 64 bits each: without
-        # it ptxas spills 76 to 204 bytes at H=128, with it nothing (ptxas 13.0).
-        own = lax.optimization_barrier(warpgroup)
+        # Without it ptxas 13.0 spills 76 to 204 bytes at H=128, with it nothing.
+        (own,) = opaque(warpgroup)
         own_rows = pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)
         k_at = block.k_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])

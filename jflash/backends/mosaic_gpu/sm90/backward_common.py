@@ -158,7 +158,7 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, rows_g, ids_g)
 
-        return plgpu.kernel(
+        dk, dv = plgpu.kernel(
             kernel,
             out_type=[result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)],
             grid=(problem.B * problem.K * self.visits.rows,),
@@ -183,6 +183,7 @@ class BackwardKernel(abc.ABC):
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
         )(*self.operands[:3], d_out, rows, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
+        return dk, dv
 
     def _block(self, visit_refs, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
         index, rows = lax.axis_index("block"), i32(self.visits.rows)

@@ -96,7 +96,7 @@ class _Forward:
             mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
             self._body((q_g, k_g, v_g, ids_g), visit_refs, mask_refs, *refs)
 
-        return plgpu.kernel(
+        out, lse = plgpu.kernel(
             kernel,
             out_type=[
                 result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
@@ -128,6 +128,7 @@ class _Forward:
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *visit_arrays, *mask_arrays)
+        return out, lse
 
     def _body(
         self, inputs, visit_refs, mask_refs, out_g, lse_g, q_s, k_s, v_s, lse_s, ids_s,

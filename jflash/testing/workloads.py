@@ -61,8 +61,8 @@ _DOCUMENTS = documents([[30, 41, 20], [7, 83]], padding=3)[:, :93]
 # Lengths that are no multiple of any block and all dimensions distinct: a mixed-up axis cannot go unseen.
 _SMALL = {"B": 2, "T": 93, "N": 6, "K": 3, "H": 16, "Hv": 24}
 _CROSS = _SMALL | {"T": 37, "S": 101}
-# And with Hv as H, which some kernels want.
-_EVEN = _SMALL | {"Hv": 16}
+# And with even lengths and Hv as H, which some kernels want.
+_EVEN = _SMALL | {"T": 94, "Hv": 16}
 
 CONTRACT: tuple[Workload, ...] = (
     Workload(name="full", **_SMALL),
@@ -99,7 +99,7 @@ CONTRACT: tuple[Workload, ...] = (
     Workload(name="bias_row_softcap", bias=(2, 1, 93, 1), softcap=2.5, mask=SlidingWindow(20, 0), **_SMALL),
     Workload(name="softcap", softcap=1.5, **_SMALL),
     Workload(name="even_full", **_EVEN),
-    Workload(name="even_full_cross", **_EVEN | {"T": 37, "S": 101}),
+    Workload(name="even_full_cross", **_EVEN | {"T": 38, "S": 102}),
     Workload(name="even_causal", mask=Causal(), **_EVEN),
     Workload(name="even_window", mask=Causal() & SlidingWindow(9, 3), **_EVEN),
 )

@@ -44,7 +44,7 @@ def posed(w: Workload) -> tuple[Problem, Any]:
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
     problem = Problem(
         B=w.B, T=w.T, S=w.S, N=w.N, K=w.K, H=w.H, Hv=w.Hv, dtype=jnp.dtype(w.dtype), scale=w.H**-0.5, softcap=None,
-        mask=MaskStructure.of(mask), bias=None, deterministic=True,
+        mask=MaskStructure.of(mask), bias=None, deterministic=True, lse=True,
     )  # fmt: skip
     return problem, mask
 
@@ -78,7 +78,7 @@ def assert_right(w: Workload, **changed: Any) -> None:
 
     def run(q, k, v, mask, rows, d_out):
         k, v = (zero_dead_keys(x, mask, T=w.T, S=w.S) for x in (k, v))
-        return dq(problem, tiles_of(problem, **changed), Operands(q, k, v, None, mask), rows, d_out)
+        return dq(problem, tiles_of(problem, **changed), Operands(q, k, v, None, mask), tuple(rows), d_out)
 
     found = interpret(
         run,
@@ -86,7 +86,7 @@ def assert_right(w: Workload, **changed: Any) -> None:
         poisoned(inputs.k),
         poisoned(inputs.v),
         jax.tree.map(jnp.asarray, mask),
-        jnp.asarray(rows),
+        [jnp.asarray(rows[:, :, which]) for which in range(2)],
         cleaned(inputs.d_out),
     )
     found = np.asarray(found, np.float64)
@@ -130,7 +130,7 @@ def test_default_tiles_lower(H, Hv, mask):
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
     arrays = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes]
-    rows = jax.ShapeDtypeStruct((B, N, 2, 256), jnp.float32)
+    rows = (jax.ShapeDtypeStruct((B, N, 256), jnp.float32),) * 2
 
     def run(q, k, v, d_out, rows, mask):
         return dq(problem, default_tiles(problem, H200), Operands(q, k, v, None, mask), rows, d_out)

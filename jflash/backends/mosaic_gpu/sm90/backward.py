@@ -38,36 +38,39 @@ def backward(
         live = (lse > -jnp.inf).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
     operands = Operands(q, k, v, None, mask)
-    rows = _statistics(problem, lse, delta)
+    statistics = _statistics(problem, lse, delta)
     is_wide = max(problem.H, problem.Hv) > _NARROW
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         if problem.deterministic:
-            return Gradients(dq(problem, tiles, operands, rows, d_out), *kernel(rows, d_out, None))
-        return Gradients(*_with_dq(kernel, problem, operands, rows, d_out))
+            return Gradients(dq(problem, tiles, operands, statistics, d_out), *kernel(statistics, d_out, None))
+        return Gradients(*_with_dq(kernel, problem, operands, statistics, d_out))
 
 
 def _with_dq(
-    kernel: BackwardKernel, problem: Problem, operands: Operands, rows: Array, d_out: Array
+    kernel: BackwardKernel, problem: Problem, operands: Operands, statistics: tuple[Array, Array], d_out: Array
 ) -> tuple[Array, Array, Array]:
     def accumulate(refs):
         dq_ref, dk_ref, dv_ref = refs
-        dk_ref[...], dv_ref[...] = kernel(rows, d_out, dq_ref)
+        dk_ref[...], dv_ref[...] = kernel(statistics, d_out, dq_ref)
 
     # A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
-    zeros = jnp.zeros((problem.B * problem.N, rows.shape[-1], kernel.dq_columns), jnp.float32)
+    zeros = jnp.zeros((problem.B * problem.N, statistics[0].shape[-1], kernel.dq_columns), jnp.float32)
     sums, dk, dv = pl.run_state(accumulate)((zeros, jnp.zeros_like(operands.k), jnp.zeros_like(operands.v)))
     sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
     return (sums * np.float32(problem.scale)).astype(problem.dtype), dk, dv
 
 
-def _statistics(problem: Problem, lse: Array, delta: Array) -> Float[Array, "B N 2 rows"]:
-    """-lse / scale and -delta, where the accumulators of S and dP start; -inf and 0 where no query sees anything."""
+def _statistics(problem: Problem, lse: Array, delta: Array) -> tuple[Array, Array]:
+    """-lse / scale and -delta, (B, N, T rounded up), where the accumulators of S and dP start.
+
+    They are -inf and 0 where no query sees anything. Two arrays: XLA computes one of both, and delta with it, in
+    0.24 ms instead of 0.1 (H200, T=16384, N=16, 2026-11-30).
+    """
     dead = lse == -jnp.inf
     start = jnp.where(dead, -jnp.inf, lse * np.float32(-1 / problem.scale))
     d_start = jnp.where(dead, 0, -delta)
     padding = (0, 0), (0, 0), (0, -problem.T % _STATISTICS_MULTIPLE)
-    start = jnp.pad(start, padding, constant_values=-np.inf)
-    return jnp.stack([start, jnp.pad(d_start, padding)], axis=2)
+    return jnp.pad(start, padding, constant_values=-np.inf), jnp.pad(d_start, padding)

@@ -131,16 +131,23 @@ class BackwardKernel(abc.ABC):
     def _compute(self, block: Block, warpgroup: Any) -> None:
         """The work of a warpgroup that computes."""
 
-    def __call__(self, rows: jax.Array, d_out: jax.Array, dq_ref: Any | None) -> tuple[jax.Array, jax.Array]:
-        """dk and dv; `rows` (B, N, 2, T rounded up) holds -lse / scale and -delta, `dq_ref` (B N, T rounded up,
-        dq_columns) float32 has dq added to it."""
+    def __call__(
+        self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array, dq_ref: Any | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """dk and dv.
+
+        Args:
+          statistics: -lse / scale and -delta, each (B, N, T rounded up) float32.
+          d_out: the cotangent of out.
+          dq_ref: (B N, T rounded up, dq_columns) float32, has dq added to it; None where `with_dq` is off.
+        """
         problem, stages, dtype, barrier = self.problem, self.stages, self.problem.dtype, plgpu.Barrier
         visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
         # Ids of queries for the mask: an iota along columns, computed outside of the loop by LLVM, spilled.
         query_ids = jnp.arange(self.block_q, dtype=jnp.int32)
         dq_refs = (dq_ref,) if self.with_dq else ()
 
-        def kernel(q_g, k_g, v_g, do_g, rows_g, ids_g, *refs, **scratch):
+        def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
             visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
             mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
             dq_g, (dk_g, dv_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
@@ -156,7 +163,7 @@ class BackwardKernel(abc.ABC):
             @pl.when(warpgroup == WARPGROUPS)
             def _():
                 plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-                self._load(block, q_g, k_g, v_g, do_g, rows_g, ids_g)
+                self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
         dk, dv = plgpu.kernel(
             kernel,
@@ -182,7 +189,7 @@ class BackwardKernel(abc.ABC):
             },
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
-        )(*self.operands[:3], d_out, rows, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
+        )(*self.operands[:3], d_out, *statistics, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
         return dk, dv
 
     def _block(self, visit_refs, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
@@ -203,7 +210,7 @@ class BackwardKernel(abc.ABC):
         head = block.kv_head * self.problem.group + g
         return head, column * self.block_q, block.visits.is_partial(t, column)
 
-    def _load(self, block: Block, q_g, k_g, v_g, do_g, rows_g, ids_g) -> None:
+    def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics, ids_g) -> None:
         s, steps = block.s, block.steps
         tma = types.SimpleNamespace(k=s.k[0], v=s.v[0], q=s.q[0], do=s.do[0])
         keys = {"b": block.b, "row": block.k_at, "rows": self.block_k, "head": block.kv_head}
@@ -219,9 +226,9 @@ class BackwardKernel(abc.ABC):
 
             pl.when(is_reused)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
             load_pieces(q_g, self.qk.refs(tma.q.at[slot]), s.q_full.at[slot], **queries)
-            for which in range(2):
-                statistics = rows_g.at[block.b, head, which, pl.ds(q_at, self.block_q)]
-                plgpu.copy_gmem_to_smem(statistics, s.rows.at[slot, which], s.q_full.at[slot])
+            for which, statistic in enumerate(statistics):
+                source = statistic.at[block.b, head, pl.ds(q_at, self.block_q)]
+                plgpu.copy_gmem_to_smem(source, s.rows.at[slot, which], s.q_full.at[slot])
 
             pl.when(is_reused)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
             load_pieces(do_g, self.vo.refs(tma.do.at[slot]), s.do_full.at[slot], **queries)

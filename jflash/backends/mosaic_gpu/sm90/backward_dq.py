@@ -52,7 +52,7 @@ def dq(
     problem: Problem,
     tiles: HopperTiles,
     operands: Operands,
-    rows: Float[Array, "B N 2 padded_T"],
+    statistics: tuple[Float[Array, "B N padded_T"], Float[Array, "B N padded_T"]],
     d_out: Float[Array, "B T N Hv"],
 ) -> Float[Array, "B T N H"]:
     """The cotangent of q, in its dtype, bit-equal between runs.
@@ -60,13 +60,13 @@ def dq(
     Args:
       problem, tiles: of the call.
       operands: with 0 in q at queries that see no key, and in k and v at keys that no query sees.
-      rows: float32, of each query -lse / scale and -delta; -inf and 0 where it sees no key and past the end, up to a
-        multiple of `DqTiles.block_q`.
+      statistics: float32, of each query -lse / scale and -delta; -inf and 0 where it sees no key and past the end, up
+        to a multiple of `DqTiles.block_q`.
       d_out: with 0 at queries that see no key.
     """
     # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
-        return _Dq(problem, tiles.backward_dq, operands)(rows, d_out)
+        return _Dq(problem, tiles.backward_dq, operands)(statistics, d_out)
 
 
 class _Dq:
@@ -81,7 +81,7 @@ class _Dq:
         self.mask_values = MaskValues(operands.mask, **sizes)
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
-    def __call__(self, rows: jax.Array, d_out: jax.Array) -> jax.Array:
+    def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array) -> jax.Array:
         problem, tiles = self.problem, self.tiles
         visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
         dtype, warpgroups, barrier = problem.dtype, tiles.warpgroups, plgpu.Barrier
@@ -89,10 +89,10 @@ class _Dq:
         # registers that there are none of.
         column_ids = jnp.arange(self.block_k, dtype=jnp.int32)
 
-        def kernel(q_g, k_g, v_g, d_out_g, rows_g, ids_g, *refs):
+        def kernel(q_g, k_g, v_g, d_out_g, start_g, d_start_g, ids_g, *refs):
             visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
             mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
-            self._body((q_g, k_g, v_g, d_out_g, rows_g, ids_g), visit_refs, mask_refs, *refs)
+            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), visit_refs, mask_refs, *refs)
 
         def staged(stages: int, pieces: Pieces) -> tuple[Any, Any, Any]:
             """Tiles in shared memory, and for each a barrier for when it is there and one for when it has been read."""
@@ -124,10 +124,19 @@ class _Dq:
             ],
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="jflash_backward_dq_sm90",
-        )(self.operands.q, self.operands.k, self.operands.v, d_out, rows, column_ids, *visit_arrays, *mask_arrays)
+        )(
+            self.operands.q,
+            self.operands.k,
+            self.operands.v,
+            d_out,
+            *statistics,
+            column_ids,
+            *visit_arrays,
+            *mask_arrays,
+        )
 
     def _body(self, inputs, visit_refs, mask_refs, dq_g, q, d_out, k, v, ids) -> None:
-        q_g, k_g, v_g, d_out_g, rows_g, ids_g = inputs
+        q_g, k_g, v_g, d_out_g, statistics, ids_g = inputs
         ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
@@ -142,7 +151,7 @@ class _Dq:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
             # minus lse / scale, and minus delta
-            starts = [load_global(rows_g.at[b, n, which], q_at, WARPGROUP_ROWS, layout=BY_ROW) for which in range(2)]
+            starts = [load_global(statistic.at[b, n], q_at, WARPGROUP_ROWS, layout=BY_ROW) for statistic in statistics]
             if self.visits.is_masked:
                 plgpu.barrier_wait(ids_full)
             plgpu.barrier_wait(q_full.at[warpgroup])

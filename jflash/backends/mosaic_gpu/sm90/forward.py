@@ -46,6 +46,8 @@ from jflash.problem import Problem
 # How far a row maximum may grow, in powers of two, before the accumulators are rescaled: p stays below 2^8, which 16
 # bits hold at full precision.
 _RESCALE_LOG2 = 8.0
+# Columns of a tile that are masked at a time.
+_MASK_COLUMNS = 32
 # Registers of a thread, by warpgroups that compute: 64 Ki of them over all threads of a block.
 _COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
 _LOAD_REGISTERS = {1: 24, 2: 24, 3: 32}
@@ -87,7 +89,7 @@ class _Forward:
         dtype, stages, warpgroups = problem.dtype, tiles.stages, tiles.warpgroups
         # Values of each column of a tile, for the mask: LLVM would compute an iota outside of the loop, where it takes
         # 17 to 24 registers.
-        column_ids = jnp.arange(self.block_k, dtype=jnp.int32)
+        column_ids = jnp.arange(_MASK_COLUMNS, dtype=jnp.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
@@ -116,7 +118,7 @@ class _Forward:
                 plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
                 plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
                 plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
-                plgpu.SMEM((self.block_k,), jnp.int32),
+                plgpu.SMEM((_MASK_COLUMNS,), jnp.int32),
                 barrier(num_arrivals=self.qk.count, num_barriers=warpgroups),
                 barrier(num_arrivals=self.qk.count, num_barriers=stages),
                 barrier(num_arrivals=self.vo.count, num_barriers=stages),
@@ -335,18 +337,25 @@ class _Forward:
             return s
         column = visits.column(i)
 
-        def masked(s):
-            shape = s.shape
-            k_at = column * self.block_k
+        def masked_part(s, at):
+            # Some columns at a time: what a mask needs of each column takes a quarter of a register, or half of one with
+            # segments, and at H=64 a thread has 160. All 128 at a time, ptxas 13.0 spills 168 bytes there.
+            shape = (WARPGROUP_ROWS, _MASK_COLUMNS)
+            k_at = column * self.block_k + at
+            ids = plgpu.load(ids_s, layout=BY_COLUMN)
             allowed = self.mask_values.allowed(
                 mask_refs,
                 q=row_ids(shape) + q_at,
-                k=along_columns(plgpu.load(ids_s, layout=BY_COLUMN) + k_at, shape),
+                k=along_columns(ids + k_at, shape),
                 b=b,
                 load_q=lambda ref: along_rows(load_global(ref, q_at, WARPGROUP_ROWS, layout=BY_ROW), shape),
-                load_k=lambda ref: along_columns(load_global(ref, k_at, self.block_k, layout=BY_COLUMN), shape),
+                load_k=lambda ref: along_columns(load_global(ref, k_at, _MASK_COLUMNS, layout=BY_COLUMN), shape),
             )
-            return jnp.where(allowed, s, -jnp.inf)
+            part = lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _MASK_COLUMNS))
+            return jnp.where(allowed, part, -jnp.inf)
+
+        def masked(s):
+            return lax.concatenate([masked_part(s, at) for at in range(0, self.block_k, _MASK_COLUMNS)], 1)
 
         return lax.cond(visits.is_partial(i, column), masked, lambda s: s, s)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
+from jflash.errors import UnsupportedError
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import sum_to
 from jflash.parallel.partition import partitioned
@@ -24,7 +25,8 @@ from jflash.problem import Problem
 def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
     """Attention by a backend with a backward pass of its own (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
 
-    First-order reverse mode only: forward mode and second derivatives need a backend that JAX differentiates.
+    First-order reverse mode only. A second derivative raises UnsupportedError and names `backend="xla"`. Forward mode is
+    refused by JAX itself ("can't apply forward-mode autodiff (jvp) to a custom_vjp function"); `backend="xla"` has it.
     """
     return _forward(backend, problem, tiles, operands)
 
@@ -33,7 +35,7 @@ def _forward(backend: Backend, problem: Problem, tiles: Any, operands: Operands)
     def forward(operands: Operands) -> tuple[Array, ...]:
         return tuple(backend.forward(problem_of(problem, operands), tiles, operands))
 
-    return name_residuals(Attended(*_batched_and_partitioned(forward, operands, (), (), ("BTND", "BNT"))))
+    return name_residuals(Attended(*_batched_and_partitioned(backend.name, forward, operands, (), (), ("BTND", "BNT"))))
 
 
 def _save(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> tuple[Attended, tuple]:
@@ -52,7 +54,7 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
         return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))
 
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
-    gradients = _batched_and_partitioned(backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
+    gradients = _batched_and_partitioned(backend.name, backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip(gradients, operands))
     return (Operands(q=dq, k=dk, v=dv, bias=None, mask=None),)
 
@@ -61,13 +63,17 @@ kernel_attention.defvjp(_save, _differentiate)
 
 
 def _batched_and_partitioned(
+    name: str,
     kernel: Callable[..., tuple[Array, ...]],
     operands: Operands,
     extra: tuple[Array, ...],
     extra_axes: tuple[str, ...],
     result_axes: tuple[str, ...],
 ) -> tuple[Array, ...]:
-    """`kernel(operands, *extra)` under the vmap rule and the partition rule; the first axis of each array is 1 or B."""
+    """`kernel(operands, *extra)` under the vmap rule and the partition rule; the first axis of each array is 1 or B.
+
+    A derivative of it raises: that of the whole is stated above, and a derivative of that there is not.
+    """
     arrays, axes, unflatten = flatten(operands)
 
     def on_device(*arrays: Array) -> tuple[Array, ...]:
@@ -90,7 +96,17 @@ def _batched_and_partitioned(
         unfolded = tuple(result.reshape(size, B, *result.shape[1:]) for result in results)
         return unfolded, (True,) * len(unfolded)
 
-    return batched(*arrays, *extra)
+    @jax.custom_jvp
+    def once(*arrays: Array) -> tuple[Array, ...]:
+        return batched(*arrays)
+
+    @once.defjvp
+    def refuse(primals, tangents):
+        reason = "its kernels are differentiated once, in reverse mode; a derivative of a gradient was asked for"
+        hint = 'backend="xla" is differentiated by JAX, in every mode and order.'
+        raise UnsupportedError({name: reason}, hint=hint)
+
+    return once(*arrays, *extra)
 
 
 def _fold_into_batch(array: Array, is_mapped: bool, size: int, B: int) -> Array:

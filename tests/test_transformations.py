@@ -485,6 +485,17 @@ def test_pmap(backend):
 # Tracing -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd], ids=["reverse_over_reverse", "forward_over_reverse"])
+def test_a_second_derivative_of_a_kernel_names_the_backend_that_has_one(outer):
+    q = jnp.ones((1, 8, 2, 8))
+
+    def inner(q):
+        return jax.grad(lambda q: flash_attention(q, q, q, backend="toy").sum())(q).sum()
+
+    with registry.registered(toy_backend.BACKEND), pytest.raises(UnsupportedError, match='backend="xla"'):
+        outer(inner)(q)
+
+
 def test_the_second_call_of_a_kernel_traces_nothing():
     q, k, v = operands()
     call = functools.partial(

@@ -338,8 +338,8 @@ class _Forward:
         column = visits.column(i)
 
         def masked_part(s, at):
-            # Some columns at a time: what a mask needs of each column takes a quarter of a register, or half of one with
-            # segments, and at H=64 a thread has 160. All 128 at a time, ptxas 13.0 spills 168 bytes there.
+            # Some columns at a time: what a mask needs of each takes a quarter of a register, or half of one with
+            # segments, and at H=64 a thread has 160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
             shape = (WARPGROUP_ROWS, _MASK_COLUMNS)
             k_at = column * self.block_k + at
             ids = plgpu.load(ids_s, layout=BY_COLUMN)

@@ -1,0 +1,206 @@
+"""The Hopper kernels on a Hopper GPU, beyond the contract: head dims, sizes, determinism, what the compiler keeps."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflash
+from jflash.backends.protocol import RESIDUAL_NAMES
+from jflash.masks import Causal, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.testing.budget import (
+    attention_of,
+    compute,
+    forward_and_backward,
+    measure,
+    plain_of,
+    results_of,
+    truth_of,
+)
+from jflash.testing.inputs import random_inputs
+from jflash.testing.workloads import Workload, documents
+
+pytestmark = pytest.mark.gpu
+
+_SIZES = {"B": 2, "T": 333, "S": 301, "N": 4, "K": 2}
+_IDS = documents([[100, 33, 180], [7, 270]], padding=20)
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "causal_offset": Causal(offset=np.array([-32, 77], np.int32)),
+    "window": SlidingWindow(70, 9),
+    "documents": Segments(_IDS[:, :333], _IDS[:, :301], padding_id=0) & Causal(),
+    "lengths": Lengths(q=np.array([333, 130], np.int32), kv=np.array([0, 200], np.int32)),
+    "or": (Causal() | Lengths(kv=np.array([40, 0], np.int32))) & SlidingWindow(200, None),
+}
+HEAD_DIMS = [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (72, 200), (8, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("H, Hv", HEAD_DIMS)
+def test_head_dims_and_masks(H, Hv, mask, dtype):
+    workload = Workload(name="", H=H, Hv=Hv, dtype=dtype, mask=MASKS[mask], **_SIZES)
+    inputs = random_inputs(workload)
+    truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+    for deterministic in (False, True):
+        attention = attention_of(workload, backend="mosaic_gpu", deterministic=deterministic)
+        rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype=dtype)
+        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv"}
+        assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
+@pytest.mark.parametrize("T, S", [(1, 1), (1, 700), (8, 8), (63, 130), (64, 64), (130, 63), (1001, 257), (1024, 1024)])
+def test_lengths(T, S):
+    workload = Workload(name="", B=1, T=T, S=S, N=6, K=2, H=128, dtype="bfloat16", mask=Causal(offset=S - 1))
+    inputs = random_inputs(workload)
+    rows = measure(
+        compute(attention_of(workload, backend="mosaic_gpu"), inputs),
+        truth=truth_of(workload, inputs),
+        plain=plain_of(workload, inputs),
+        dtype=workload.dtype,
+    )
+    assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
+@pytest.mark.parametrize("H, mask", [(64, "causal"), (128, "full"), (128, "documents"), (256, "window")])
+def test_deterministic_gradients_are_bit_equal_over_20_runs(H, mask):
+    # Large enough that all multiprocessors work at once; the ids are the same in each batch row.
+    sizes = {"B": 8, "T": 333, "S": 301, "N": 16, "K": 4}
+    documents_of_one = Segments(_IDS[:1, :333], _IDS[:1, :301], padding_id=0) & Causal()
+    mask = documents_of_one if mask == "documents" else MASKS[mask]
+    workload = Workload(name="", H=H, dtype="bfloat16", mask=mask, **sizes)
+    inputs = random_inputs(workload)
+    attention = attention_of(workload, backend="mosaic_gpu", deterministic=True)
+    run = jax.jit(forward_and_backward(attention))
+    first = results_of(run(*inputs))
+    for _ in range(20):
+        for result, again in zip(first.values(), results_of(run(*inputs)).values()):
+            np.testing.assert_array_equal(again, result)
+
+
+def _sampled(q, k, v, d_out, lse, delta, *, scale, t, n, group, first, last):
+    """dq of one query and out of it, in float64, from the keys `first` to `last` that it sees."""
+    keys, values = (np.asarray(x[0, first : last + 1, n // group], np.float64) for x in (k, v))
+    query, d = np.asarray(q[0, t, n], np.float64), np.asarray(d_out[0, t, n], np.float64)
+    s = keys @ query * scale
+    p = np.exp(s - s.max())
+    p /= p.sum()
+    out = p @ values
+    found_lse = s.max() + np.log(np.exp(s - s.max()).sum())
+    ds = p * (values @ d - d @ out)
+    return out, found_lse, ds @ keys * scale
+
+
+def _check_samples(q, k, v, d_out, out, lse, dq, *, samples, window, atol):
+    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
+    for t, n in samples:
+        first = max(0, t - window)
+        wanted = _sampled(q, k, v, d_out, lse, None, scale=scale, t=t, n=n, group=group, first=first, last=t)
+        found = out[0, t, n], lse[0, n, t], dq[0, t, n]
+        for name, x, y in zip(("out", "lse", "dq"), found, wanted):
+            x = np.asarray(x, np.float64)
+            assert np.abs(x - y).max() <= atol * max(1, np.abs(y).max()), (name, t, n)
+
+
+def _long(T, N, mask, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q, k, v, d_out = (jax.random.normal(key, (1, T, N, 128), jnp.bfloat16) for key in keys)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        attended, pull = jax.vjp(
+            functools.partial(jflash.flash_attention_with_lse, mask=mask, backend="mosaic_gpu"), q, k, v
+        )
+        return attended, pull(jflash.Attended(d_out, jnp.zeros_like(attended.lse)))
+
+    compiled = run.lower(q, k, v, d_out).compile()
+    sizes = compiled.memory_analysis()
+    (out, lse), (dq, dk, dv) = compiled(q, k, v, d_out)
+    return (q, k, v, d_out), (out, lse, dq, dk, dv), sizes.temp_size_in_bytes
+
+
+def test_131072_queries_and_keys():
+    """The scores of 8 heads alone would be 256 GiB in bfloat16."""
+    T, N = 131072, 8
+    (q, k, v, d_out), (out, lse, dq, dk, dv), temporary_bytes = _long(T, N, Causal())
+    samples = [(0, 0), (1, 3), (65537, 5), (T - 1, 7)]
+    _check_samples(q, k, v, d_out, out, lse, dq, samples=samples, window=T, atol=2e-2)
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in (out, lse, dq, dk, dv))
+    # The last key is seen by the last query alone: dv is p · d_out of that pair.
+    s = np.asarray(k[0, -1, 2], np.float64) @ np.asarray(q[0, -1, 2], np.float64) * 128**-0.5
+    wanted = np.exp(s - float(lse[0, 2, -1])) * np.asarray(d_out[0, -1, 2], np.float64)
+    np.testing.assert_allclose(np.asarray(dv[0, -1, 2], np.float64), wanted, rtol=2e-2, atol=1e-8)
+    arrays_bytes = sum(x.nbytes for x in (q, k, v, d_out, out, lse, dq, dk, dv))
+    print(f"T=S=131072: temporaries {temporary_bytes / 2**30:.2f} GiB, arrays {arrays_bytes / 2**30:.2f} GiB")
+    # dq in float32, and statistics: in proportion to T.
+    assert temporary_bytes < 2 * q.nbytes * 2
+
+
+def test_a_tensor_past_2_to_31_elements():
+    T, N = 2**18, 72
+    assert T * N * 128 > 2**31
+    (q, k, v, d_out), (out, lse, dq, _, dv), _ = _long(T, N, SlidingWindow(100, 0))
+    samples = [(0, 0), (T - 1, N - 1), (T - 77, 70), (2**17 + 3, 40), (T - 2, 0)]
+    _check_samples(q, k, v, d_out, out, lse, dq, samples=samples, window=100, atol=2e-2)
+    s = np.asarray(k[0, -1, -1], np.float64) @ np.asarray(q[0, -1, -1], np.float64) * 128**-0.5
+    wanted = np.exp(s - float(lse[0, -1, -1])) * np.asarray(d_out[0, -1, -1], np.float64)
+    np.testing.assert_allclose(np.asarray(dv[0, -1, -1], np.float64), wanted, rtol=2e-2, atol=1e-6)
+
+
+def _kernels(compiled) -> int:
+    """Calls of our kernels in a compiled program."""
+    return len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text()))
+
+
+def test_saved_names_spare_the_second_forward_kernel():
+    q, k, v = (jax.random.normal(key, (2, 256, 4, 64), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
+
+    def loss(policy, q, k, v):
+        attention = functools.partial(jflash.flash_attention, causal=True, backend="mosaic_gpu")
+        attention = jax.checkpoint(attention, policy=policy)
+        return (attention(jnp.sin(q), k, v).astype(jnp.float32) ** 2).sum()
+
+    def kernels(policy):
+        grad = jax.jit(jax.grad(functools.partial(loss, policy), argnums=(0, 1, 2)))
+        return _kernels(grad.lower(q, k, v).compile())
+
+    assert kernels(jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)) == 2
+    assert kernels(jax.checkpoint_policies.nothing_saveable) == 3
+
+
+def test_auto_takes_the_kernels_here_and_xla_on_the_cpu():
+    q = jax.random.normal(jax.random.key(0), (2, 100, 4, 64), jnp.bfloat16)
+    call = jax.jit(functools.partial(jflash.flash_attention, causal=True))
+    assert jflash.explain(q, q, q, causal=True).plan.backend == "mosaic_gpu"
+    assert _kernels(call.lower(q, q, q).compile()) == 1
+    on_cpu = jax.device_put(q, jax.devices("cpu")[0])
+    near = np.asarray(call(on_cpu, on_cpu, on_cpu), np.float32)
+    np.testing.assert_allclose(near, np.asarray(call(q, q, q), np.float32), atol=2e-2)
+
+
+def test_transformations_agree():
+    """vmap, vmap of grad, scan, donated arguments and x64 give what the plain call gives."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (3, 2, 150, 4, 64), jnp.bfloat16) for key in keys)
+    attention = functools.partial(jflash.flash_attention, window=(40, 3), backend="mosaic_gpu", deterministic=True)
+
+    def loss(q, k, v):
+        return (attention(q, k, v).astype(jnp.float32) ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    flat = [x.reshape(6, *x.shape[2:]) for x in (q, k, v)]
+    wanted = jax.jit(gradients)(*flat)
+    mapped = jax.jit(jax.vmap(gradients))(q, k, v)
+    scanned = jax.jit(lambda *rows: jax.lax.map(lambda row: gradients(*row), rows))(q, k, v)
+    for found in (mapped, scanned):
+        for x, y in zip(found, wanted):
+            np.testing.assert_array_equal(np.asarray(x).reshape(y.shape), np.asarray(y))
+    plain = np.asarray(jax.jit(attention)(*flat))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(np.asarray(jax.jit(attention)(*flat)), plain)
+    donated = jax.jit(attention, donate_argnums=0)(jnp.copy(flat[0]), *flat[1:])
+    np.testing.assert_array_equal(np.asarray(donated), plain)

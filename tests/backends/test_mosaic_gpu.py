@@ -198,7 +198,9 @@ def test_transformations_agree():
     scanned = jax.jit(lambda *rows: jax.lax.map(lambda row: gradients(*row), rows))(q, k, v)
     for found in (mapped, scanned):
         for x, y in zip(found, wanted):
-            np.testing.assert_array_equal(np.asarray(x).reshape(y.shape), np.asarray(y))
+            # XLA sums delta in an order of its own for each shape: a last bit of bfloat16, now and then.
+            x, y = (np.asarray(z, np.float32).reshape(y.shape) for z in (x, y))
+            np.testing.assert_allclose(x, y, rtol=2**-6, atol=2**-8)
     plain = np.asarray(jax.jit(attention)(*flat))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(np.asarray(jax.jit(attention)(*flat)), plain)

@@ -114,6 +114,8 @@ class NarrowBackward(BackwardKernel):
             plgpu.wgmma(dv_ref, p16, do_piece)
         if self.with_dq:
             exchange(s.exchanged.at[slot], inline_ptx=self.inline_ptx)
+        else:
+            plgpu.commit_smem()  # TMA will write where -lse / scale and -delta were read.
 
         def dq_and_dk(*dq_refs):
             for dq_ref in dq_refs:

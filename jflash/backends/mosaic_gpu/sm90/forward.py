@@ -126,6 +126,7 @@ class _Forward:
                 free,
                 Turns.barriers(warpgroups),
                 barrier(),
+                barrier(num_arrivals=warpgroups),
             ],
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="jflash_forward_sm90",
@@ -134,7 +135,7 @@ class _Forward:
 
     def _body(
         self, inputs, visit_refs, mask_refs, out_g, lse_g, q_s, k_s, v_s, lse_s, ids_s,
-        q_full, k_full, v_full, k_free, v_free, turns, ids_full,
+        q_full, k_full, v_full, k_free, v_free, turns, ids_full, q_read,
     ):  # fmt: skip
         q_g, k_g, v_g, ids_g = inputs
         (q_tma, q_mma, out_tma, out_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
@@ -167,6 +168,10 @@ class _Forward:
             )
             o, m, l = pl.run_scoped(loop, *accumulators)
 
+            if self.qk != self.vo:
+                # Rows of out are not as long as those of Q, so that they lie over the Q of other warpgroups too.
+                plgpu.barrier_arrive(q_read)
+                plgpu.barrier_wait(q_read)
             is_dead = l == 0
             inverse = jnp.where(is_dead, 0, 1 / l)
             for piece, part_of_o in enumerate(o):

@@ -54,7 +54,7 @@ class Timed:
     """One implementation of one row, compiled: forward, and forward with backward."""
 
     def __init__(self, attention: Callable, causal: bool, arrays: tuple):
-        q, k, v, d_out = arrays
+        q, k, v, _ = arrays
 
         def forward(q, k, v):
             return attention(q, k, v, causal)

@@ -151,7 +151,7 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = 
       >>> import jax
       >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), "bfloat16")
       >>> jflash.explain(x, x, x, causal=True, hardware="h200").plan.backend
-      'xla'
+      'mosaic_gpu'
     """
     backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
     check_backend_name(backend)

@@ -46,6 +46,7 @@ class Explanation:
       order: the backends in the order in which they were asked.
       plan: what runs; None where every backend that may be used refuses.
       refusals: for each other backend, why it does not run.
+      notes: what to know of how the chosen backend computes the problem.
     """
 
     problem: Problem
@@ -53,6 +54,7 @@ class Explanation:
     order: tuple[str, ...]
     plan: Plan | None
     refusals: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"problem   {self.problem}", f"hardware  {self.hardware}"]
@@ -61,6 +63,7 @@ class Explanation:
         else:
             tiles = "" if self.plan.tiles is None else f" with {self.plan.tiles}"
             lines.append(f"runs      {self.plan.backend}{tiles}")
+        lines += [f"note      {note}" for note in self.notes]
         lines += [f"not       {name}: {reason}" for name, reason in self.refusals.items()]
         return "\n".join(lines)
 
@@ -80,7 +83,8 @@ def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto",
         else:
             moot = "another was asked for"
         refusals[name] = reason or moot
-    return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals)
+    notes = () if plan is None else registry.get(plan.backend).notes(problem)
+    return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals, notes=notes)
 
 
 def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Plan:

@@ -25,8 +25,8 @@ from jflash.problem import Problem
 def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
     """Attention by a backend with a backward pass of its own (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
 
-    First-order reverse mode only. A second derivative raises UnsupportedError and names `backend="xla"`. Forward mode is
-    refused by JAX itself ("can't apply forward-mode autodiff (jvp) to a custom_vjp function"); `backend="xla"` has it.
+    First-order reverse mode only. A second derivative raises UnsupportedError and names `backend="xla"`. JAX itself
+    refuses forward mode ("can't apply forward-mode autodiff (jvp) to a custom_vjp function"); `backend="xla"` has it.
     """
     return _forward(backend, problem, tiles, operands)
 

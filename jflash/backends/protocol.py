@@ -68,6 +68,7 @@ class Backend:
       backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
+      notes: what a user should know of how it computes a problem that it takes; `explain` tells.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Backend:
     backward: Callable[[Problem, Any, Operands, Array, Array, Array], Gradients] | None = None
     default_tiles: Callable[[Problem, Hardware], Any] = lambda problem, hardware: None
     tiles_type: type | None = None
+    notes: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
 
 
 def problem_of(problem: Problem, operands: Operands) -> Problem:

@@ -232,7 +232,7 @@ def _record(found: Checked) -> dict[str, Any]:
         "mask": repr(w.mask),
         "bias": w.bias,
         "backend": found.plan and found.plan.backend,
-        "tiles": found.plan and (found.plan.tiles and str(found.plan.tiles)),
+        "tiles": found.plan and (found.plan.tiles and repr(found.plan.tiles)),
         "refusal": found.refusal or None,
         "within": None if found.plan is None else not found.broken,
         "errors": [dataclasses.asdict(row) | {"within": row.within} for row in found.rows],

@@ -39,8 +39,10 @@ MASKS: dict[str, Mask] = {
 HEAD_DIMS = [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (72, 200), (8, 64)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask, dtype",
+    [(mask, "bfloat16") for mask in MASKS] + [(mask, "float16") for mask in ("causal", "window", "documents")],
+)
 @pytest.mark.parametrize("H, Hv", HEAD_DIMS)
 def test_head_dims_and_masks(H, Hv, mask, dtype):
     workload = Workload(name="", H=H, Hv=Hv, dtype=dtype, mask=MASKS[mask], **_SIZES)

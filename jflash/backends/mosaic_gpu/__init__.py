@@ -5,7 +5,7 @@
 
 from jflash.backends.mosaic_gpu.sm90.backward import backward
 from jflash.backends.mosaic_gpu.sm90.forward import forward
-from jflash.backends.mosaic_gpu.support import supports
+from jflash.backends.mosaic_gpu.support import notes, supports
 from jflash.backends.mosaic_gpu.tiles import HopperTiles, default_tiles
 from jflash.backends.protocol import Backend
 
@@ -16,4 +16,5 @@ BACKEND = Backend(
     backward=backward,
     default_tiles=default_tiles,
     tiles_type=HopperTiles,
+    notes=notes,
 )

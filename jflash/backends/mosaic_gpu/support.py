@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
+from jflash.backends.mosaic_gpu.sm90.backward import NARROW
 from jflash.hardware import Hardware
 from jflash.problem import Problem
 
@@ -31,6 +33,18 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"
         )
     return _refused_values(problem)
+
+
+def notes(problem: Problem) -> tuple[str, ...]:
+    """Where the kernels compute more than the problem has."""
+    found = []
+    for letter, size in (("H", problem.H), ("Hv", problem.Hv)):
+        forward = CHUNK * chunks(size)
+        backward = Pieces.of(size, even=max(problem.H, problem.Hv) > NARROW).chunks * CHUNK
+        if forward > size or backward > size:
+            columns = f"{forward}" if forward == backward else f"{forward} forward and {backward} backward"
+            found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
+    return tuple(found)
 
 
 def _refused_values(problem: Problem) -> str | None:

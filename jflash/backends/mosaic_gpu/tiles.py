@@ -134,6 +134,10 @@ class HopperTiles:
     backward_dq: DqTiles
     inline_ptx: bool = True
 
+    def __str__(self) -> str:
+        forward, backward = (f"{tiles.block_q} x {tiles.block_k}" for tiles in (self.forward, self.backward))
+        return f"tiles of queries x keys: {forward} forward, {backward} backward"
+
 
 def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     """The tiles that did best on an H200 among those tried (docs/decisions.md)."""

@@ -16,7 +16,7 @@ from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
 from jflash.problem import Problem
 
 # The widest head of which one warpgroup holds dK and dV of 64 keys.
-_NARROW = 128
+NARROW = 128
 # Statistics are stored for whole tiles of queries, of any size.
 _STATISTICS_MULTIPLE = 128
 
@@ -39,7 +39,7 @@ def backward(
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
     operands = Operands(q, k, v, None, mask)
     statistics = _statistics(problem, lse, delta)
-    is_wide = max(problem.H, problem.Hv) > _NARROW
+    is_wide = max(problem.H, problem.Hv) > NARROW
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.

@@ -151,9 +151,13 @@ def _columns(problem: Problem) -> tuple[int, int]:
     return CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
 
 
+def _tile_map(problem: Problem) -> TileMap:
+    block = WARPGROUP_ROWS
+    return TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=block, block_k=block)
+
+
 def _is_masked(problem: Problem) -> bool:
-    tiles = TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=WARPGROUP_ROWS, block_k=WARPGROUP_ROWS)
-    return not tiles.is_all_full
+    return not _tile_map(problem).is_all_full
 
 
 def _head_group(problem: Problem) -> int:
@@ -174,7 +178,8 @@ def _forward_tiles(problem: Problem) -> ForwardTiles:
 
 def _backward_tiles(problem: Problem) -> BackwardTiles:
     widest = max(_columns(problem))
-    if widest <= 64:
+    # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0).
+    if widest <= 64 and _tile_map(problem).form == "runs":
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if widest <= 128:
         return BackwardTiles(block_q=64)

@@ -79,6 +79,9 @@ class BackwardTiles:
             block_k=(self.block_k, (64, 128)),
             stages=(self.stages, (1, 2)),
         )
+        if self.dk_in_flight and self.stages == 1:
+            # The slot of a step's Q is free in the next step, which would wait for its own Q there forever.
+            raise ArgumentError("tiles", found="dk_in_flight=True with stages=1", wanted="stages=2 with it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

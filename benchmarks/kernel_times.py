@@ -10,6 +10,7 @@ TFLOP/s: 2 · B · N · T · S · (H + Hv) operations forward, halved for causal
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -40,11 +41,22 @@ def cudnn(q, k, v, causal):
 
 def tokamax(q, k, v, causal):
     # It imports these for tools that are not called here.
-    for name in ("xprof", "tensorboardX"):
-        sys.modules.setdefault(name, types.ModuleType(name))
+    for name in ("xprof", "xprof.cli.tools.get_kernel_stats_tool", "tensorboardX.writer"):
+        _stub(name)
     import tokamax
 
     return tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation="mosaic")
+
+
+def _stub(name: str) -> None:
+    """Puts an empty module where a package is not installed."""
+    parent, _, child = name.rpartition(".")
+    if name in sys.modules or (not parent and importlib.util.find_spec(name) is not None):
+        return
+    module = sys.modules[name] = types.ModuleType(name)
+    if parent:
+        _stub(parent)
+        setattr(sys.modules[parent], child, module)
 
 
 IMPLEMENTATIONS: dict[str, Callable] = {"jflash": jflash_attention, "cudnn": cudnn, "tokamax": tokamax}
@@ -77,7 +89,8 @@ class Timed:
         return statistics.median(sum(ms for _, ms in kernels) for kernels in times)
 
 
-def measure(row: dict, *, rounds: int, calls: int, idle_s: float) -> list[dict]:
+def prepare(row: dict) -> tuple[dict[str, Timed], list[dict]]:
+    """The implementations of a row, compiled and compared, and a line for each that does not run."""
     B, T, N, K, H, causal = (row[name] for name in ("B", "T", "N", "K", "H", "causal"))
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = tuple(jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N)))
@@ -93,12 +106,18 @@ def measure(row: dict, *, rounds: int, calls: int, idle_s: float) -> list[dict]:
             limit = _AGREE * max(1.0, float(jnp.abs(mine.astype(jnp.float32)).max()))
             if difference > limit:
                 raise SystemExit(f"{name} and jflash differ by {difference} on {row}")
+    return timed, lines
+
+
+def measure(row: dict, timed: dict[str, Timed], *, rounds: int, calls: int, idle_s: float) -> list[dict]:
+    """A line for each implementation."""
     samples = {name: {"forward": [], "both": []} for name in timed}
     for _ in range(rounds):
         for which in ("forward", "both"):
             for name, own in timed.items():
                 samples[name][which].append(own.time_ms(which, calls=calls, idle_s=idle_s))
-    operations = 4 * B * N * T * T * H / (2 if causal else 1)
+    operations = 4 * row["B"] * row["N"] * row["T"] ** 2 * row["H"] / (2 if row["causal"] else 1)
+    lines = []
     for name, found in samples.items():
         forward_ms, both_ms = (statistics.median(found[which]) for which in ("forward", "both"))
         lines.append({
@@ -129,15 +148,20 @@ def main() -> None:
             where["versions"][name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             where["versions"][name] = None
+    options = {"rounds": arguments.rounds, "calls": arguments.calls, "idle_s": arguments.idle_s}
+    rows = []
     for T in arguments.lengths:
         for H in arguments.head_dims:
             for causal in (False, True):
                 N = arguments.width // H
                 row = {"B": max(1, arguments.tokens // T), "T": T, "N": N, "K": N // arguments.group, "H": H}
-                row |= {"causal": causal}
-                options = {"rounds": arguments.rounds, "calls": arguments.calls, "idle_s": arguments.idle_s}
-                for line in measure(row, **options):
-                    print(json.dumps({**line, **options, **where}), flush=True)
+                rows.append(row | {"causal": causal})
+    # All are compiled before the first is timed: nothing else runs then.
+    prepared = [prepare(row) for row in rows]
+    print("compiled", file=sys.stderr, flush=True)
+    for row, (timed, missing) in zip(rows, prepared):
+        for line in (*missing, *measure(row, timed, **options)):
+            print(json.dumps({**line, **options, **where}), flush=True)
 
 
 def _commit() -> str:

@@ -84,8 +84,8 @@ def test_deterministic_gradients_are_bit_equal_over_20_runs(H, mask):
             np.testing.assert_array_equal(again, result)
 
 
-def _sampled(q, k, v, d_out, lse, delta, *, scale, t, n, group, first, last):
-    """dq of one query and out of it, in float64, from the keys `first` to `last` that it sees."""
+def _sampled(q, k, v, d_out, *, scale, t, n, group, first, last):
+    """Out, lse and dq of one query, in float64, from the keys `first` to `last` that it sees."""
     keys, values = (np.asarray(x[0, first : last + 1, n // group], np.float64) for x in (k, v))
     query, d = np.asarray(q[0, t, n], np.float64), np.asarray(d_out[0, t, n], np.float64)
     s = keys @ query * scale
@@ -101,7 +101,7 @@ def _check_samples(q, k, v, d_out, out, lse, dq, *, samples, window, atol):
     scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
     for t, n in samples:
         first = max(0, t - window)
-        wanted = _sampled(q, k, v, d_out, lse, None, scale=scale, t=t, n=n, group=group, first=first, last=t)
+        wanted = _sampled(q, k, v, d_out, scale=scale, t=t, n=n, group=group, first=first, last=t)
         found = out[0, t, n], lse[0, n, t], dq[0, t, n]
         for name, x, y in zip(("out", "lse", "dq"), found, wanted):
             x = np.asarray(x, np.float64)
@@ -138,8 +138,8 @@ def test_131072_queries_and_keys():
     np.testing.assert_allclose(np.asarray(dv[0, -1, 2], np.float64), wanted, rtol=2e-2, atol=1e-8)
     arrays_bytes = sum(x.nbytes for x in (q, k, v, d_out, out, lse, dq, dk, dv))
     print(f"T=S=131072: temporaries {temporary_bytes / 2**30:.2f} GiB, arrays {arrays_bytes / 2**30:.2f} GiB")
-    # dq in float32, and statistics: in proportion to T.
-    assert temporary_bytes < 2 * q.nbytes * 2
+    # dq in float32, twice the bytes of q, and statistics: in proportion to T.
+    assert temporary_bytes < 4 * q.nbytes
 
 
 def test_a_tensor_past_2_to_31_elements():

@@ -77,7 +77,7 @@ class Block:
     """What a block of threads works on, and where: indices known in the kernel, and references.
 
     Attributes:
-      b, kv_head, k_at: batch row, key/value head, first key.
+      b, kv_head, k_at, tile: batch row, key/value head, first key, and the number of the tile of keys.
       visits, steps: which tiles of queries.
       mask_refs: the values of the mask.
       s: scratch memory and barriers, by name.

@@ -30,6 +30,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     i32,
     load_global,
     load_pieces,
+    opaque,
     row_ids,
     smem_pieces,
     store_pieces,
@@ -164,7 +165,7 @@ class _Forward:
             mask = functools.partial(self._mask, visits, mask_refs, ids_s, b, q_at)
             accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
             loop = functools.partial(
-                self._attend, visits, mask, issue, q_mma.at[warpgroup], k_mma, v_mma, k_full, v_full, k_free, v_free
+                self._attend, visits, mask, issue, warpgroup, q_mma, k_mma, v_mma, k_full, v_full, k_free, v_free
             )
             o, m, l = pl.run_scoped(loop, *accumulators)
 
@@ -243,13 +244,15 @@ class _Forward:
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _attend(self, visits, mask, issue, q, k, v, k_full, v_full, k_free, v_free, *o_refs):
+    def _attend(self, visits, mask, issue, warpgroup, q, k, v, k_full, v_full, k_free, v_free, *o_refs):
         """The pieces of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
         dtype = self.problem.dtype
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
 
         def issue_s(s_ref, slot):
-            for q_piece, k_piece in zip(self.qk.refs(q), self.qk.refs(k.at[slot])):
+            # Without `opaque` ptxas 13.0 spills 12 bytes at H=256 with odd lengths; one piece needs it nowhere.
+            own = opaque(warpgroup)[0] if self.qk.count > 1 else warpgroup
+            for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[slot])):
                 plgpu.wgmma(s_ref, q_piece, k_piece.T)
 
         def issue_o(p, slot):

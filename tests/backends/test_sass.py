@@ -3,16 +3,83 @@
 `python -m tools.sass show tests/backends/test_sass.py` prints the numbers, with `--order` the schedules.
 """
 
+import functools
+
+import numpy as np
 import pytest
 
+from jflash import hardware
+from jflash.backends import mosaic_gpu
+from jflash.masks import Causal, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.testing.problems import backward_shapes, operand_shapes, pose
+from jflash.testing.workloads import Workload
 from tools.sass import Config, compile_lowered
 
-# One for each kernel and default tiles, `Config(name="...", function=..., arguments=(...), max_registers=...)`.
-CONFIGS: list[Config] = []
+H200 = hardware.named("h200")
+HEADS = ((64, 64), (128, 128), (64, 128), (128, 64), (192, 128), (256, 256), (80, 80))
+# An odd length takes another form of shared memory, `Pieces`; a group another loop in the backward kernels.
+SIZES = {
+    "even": {"B": 1, "T": 4096, "N": 16, "K": 16},
+    "group": {"B": 1, "T": 4096, "N": 32, "K": 8},
+    "odd": {"B": 1, "T": 1001, "N": 16, "K": 16},
+}
+
+
+def masks(T: int) -> dict[str, Mask]:
+    """One of each kind; what they hold is not compiled."""
+    ids = np.zeros((1, T), np.int32)
+    half = np.array([T // 2], np.int32)
+    return {
+        "full": Full(),
+        "causal": Causal(),
+        "window": SlidingWindow(255, 100),
+        "segments_causal": Segments(ids, padding_id=0) & Causal(),
+        "lengths": Lengths(q=half, kv=half),
+        "or": Causal() | Lengths(kv=half),
+    }
+
+
+def configs(H: int, Hv: int, mask: str, size: str) -> list[Config]:
+    """Of the kernels that these dims, this mask and these lengths have: forward, backward, and dkv with dq."""
+    sizes = SIZES[size]
+    workload = Workload(name="", dtype="bfloat16", H=H, Hv=Hv, mask=masks(sizes["T"])[mask], **sizes)
+    problem, _ = pose(workload)
+    deterministic, _ = pose(workload, deterministic=True)
+    tiles = mosaic_gpu.default_tiles(problem, H200)
+    forward, operands = functools.partial(mosaic_gpu.forward, problem, tiles), (operand_shapes(problem),)
+    arguments = *operands, *backward_shapes(problem)
+    backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in (problem, deterministic))
+    name = f"{H}_{Hv}_{mask}_{size}"
+    # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
+    few = 160 if tiles.forward.warpgroups == 3 else 240
+    return [
+        Config(name=f"forward_{name}", function=forward, arguments=operands, max_registers=few),
+        Config(name=f"backward_{name}", function=backward, arguments=arguments, max_registers=240),
+        Config(name=f"deterministic_{name}", function=in_two, arguments=arguments, max_registers=240),
+    ]
+
+
+CASES = [(H, Hv, mask, size) for size in SIZES for mask in masks(1) for H, Hv in HEADS]
+CONFIGS: list[Config] = [config for case in CASES for config in configs(*case)]
+
+
+def is_for_ci(H: int, Hv: int, mask: str, size: str) -> bool:
+    """A third of all: every two of head dims, mask and size meet."""
+    number = HEADS.index((H, Hv)) + list(masks(1)).index(mask)
+    return number % len(SIZES) == list(SIZES).index(size)
 
 
 @pytest.mark.sass
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=config.name, marks=() if is_for_ci(*case) else pytest.mark.slow)
+        for case in CASES
+        for config in configs(*case)
+    ],
+)
 def test_kernel(config):
+    """Those marked slow are for whoever changes a kernel: `pytest -m sass`, twenty minutes on two cores."""
     for kernel in compile_lowered(config.lower()):
         assert not config.faults(kernel), kernel
+        assert not kernel.warnings, kernel

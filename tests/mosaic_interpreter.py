@@ -4,7 +4,8 @@
 runs each warpgroup as a thread, with barriers, TMA and a race detector that knows the generic and the async proxy. Here
 it learns, on top of that:
 
-- `pl.run_state` over `plgpu.ACC.init`, wgmma with its left side in registers, stores to an accumulator;
+- `pl.run_state` over `plgpu.ACC.init`, `pl.run_scoped` without scratch, wgmma with its left side in registers, stores
+  to an accumulator;
 - `copy_smem_to_gmem` with `reduction_op` or `predicate`, and `plgpu.atomic_add` and the like;
 - that wgmma reads shared memory through the async proxy until it is waited for: a slot released or overwritten too
   early, and a store without `commit_smem` before the wgmma that reads it, are races;
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
+from jax._src.pallas import primitives
 from jax._src.pallas.mosaic.interpret import race_detection_state as generic_race_detection_state
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
@@ -469,6 +471,8 @@ class _Interpreter(_STOCK):
         match equation.primitive:
             case discharge.run_state_p:
                 return self._run_state
+            case primitives.run_scoped_p if not equation.params["jaxpr"].invars:
+                return self._run_scoped_without_scratch
             case gpu_primitives.wgmma_accumulator_store_p:
                 return self._accumulator_store
             case gpu_primitives.wgmma_wait_p:
@@ -507,6 +511,10 @@ class _Interpreter(_STOCK):
                 token = self._free_registers(equation, token, key)
             results.append(value)
         return token, results
+
+    def _run_scoped_without_scratch(self, equation, token, inputs):
+        """The interpreter of JAX takes nothing for an allocation that all threads share."""
+        return self.interpret(equation.params["jaxpr"], token, *inputs)
 
     def _accumulator_store(self, equation, token, inputs):
         key, value = inputs

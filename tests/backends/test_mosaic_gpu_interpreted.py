@@ -1,0 +1,365 @@
+"""The Hopper kernels as they are shipped, in Pallas' interpretation: the error rule, races, what dead places hold."""
+
+import dataclasses
+import difflib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import count
+from mosaic_interpreter import interpret as interpret_within
+from mosaic_interpreter import interpreted
+
+import jflash
+from jflash import flash_attention_with_lse, hardware, vjp
+from jflash.backends import mosaic_gpu, registry
+from jflash.backends.protocol import Operands
+from jflash.masks import Causal, Lengths, Segments, SlidingWindow
+from jflash.problem import Problem
+from jflash.testing.budget import measure, plain_of, truth_of
+from jflash.testing.inputs import random_inputs
+from jflash.testing.problems import backward_shapes, operand_shapes, pose
+from jflash.testing.workloads import Workload
+
+H200 = hardware.named("h200")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+# A case takes ten seconds, and where the tests share their cores with others three times as long.
+interpret = functools.partial(interpret_within, timeout_s=240)
+
+
+def int32(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def workload(name: str, **changed: Any) -> Workload:
+    return Workload(name=name, **{"B": 1, "T": 200, "N": 1, "K": 1, "H": 64, "dtype": "bfloat16"} | changed)
+
+
+DOCUMENTS = np.repeat(int32(1, 2, 3, 0), [70, 50, 60, 20])[None]
+UNSORTED = np.random.default_rng(0).integers(0, 3, (2, 233), np.int32)
+
+# Together they have every kind of mask, of head dims and of lengths, of which multiples of 8 take one form of `Pieces`
+# and all others another. Interpretation takes about half a second for each block of threads: these have one to four.
+WORKLOADS = [
+    workload("full", T=72, S=328, N=2, K=1),
+    workload("causal", mask=Causal(), T=264, H=128),
+    workload("causal_bottom_right", mask=Causal(offset=103), T=70, S=173, H=64, Hv=128),
+    workload("offset_per_row", mask=Causal(offset=int32(30, -70)), B=2, T=101, S=101, H=40, Hv=24),
+    workload("window", mask=SlidingWindow(40, 9), T=136, S=208, H=128, Hv=64),
+    workload("dead_rows_and_keys", mask=SlidingWindow(20, 0, offset=-70), T=250, S=130, H=80),
+    workload("documents_causal", mask=Segments(DOCUMENTS, padding_id=0) & Causal(), N=3, K=1),
+    workload("segments_unsorted", mask=Segments(UNSORTED[:, :61], UNSORTED), B=2, T=61, S=233, H=72, Hv=104),
+    workload("lengths", mask=Lengths(q=int32(30, 65), kv=int32(0, 111)), B=2, T=67, S=150, H=80),
+    workload("or_and", mask=(Causal() | Lengths(kv=int32(11))) & SlidingWindow(100, None), T=190, H=64),
+    workload("one_query", mask=Causal(offset=int32(150, 3)), B=2, T=1, S=190),
+    workload("few_keys", T=70, S=13, N=4, K=2, H=8, Hv=16),
+    workload("wide", mask=Causal(), T=128, S=136, H=256),
+    workload("wide_odd", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1, :129]), T=70, S=129, N=2, H=192, Hv=128),
+    workload("float16", dtype="float16", mask=Causal(), T=72, N=4, K=2),
+    workload("float16_wide_odd", dtype="float16", T=67, S=129, H=136, Hv=200),
+]
+# Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
+FAST = ("full", "causal", "causal_bottom_right", "offset_per_row", "window", "documents_causal", "or_and", "wide_odd")
+FAST_IN_TWO = ("full", "offset_per_row", "window")
+
+
+def cases(fast: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(w, id=w.name, marks=() if w.name in fast else pytest.mark.slow) for w in WORKLOADS]
+
+
+def interpretable(problem: Problem, **changed: dict[str, Any]) -> mosaic_gpu.HopperTiles:
+    """The default tiles, with fields of the kernels changed, as `forward={"stages": 3}`."""
+    tiles = mosaic_gpu.default_tiles(problem, H200)
+    parts = {name: dataclasses.replace(getattr(tiles, name), **fields) for name, fields in changed.items()}
+    return dataclasses.replace(tiles, inline_ptx=False, **parts)
+
+
+def delta_of(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
+    return jnp.einsum("btnd,btnd->bnt", d_out, out, preferred_element_type=jnp.float32) - d_lse
+
+
+def both_passes(w: Workload, tiles: mosaic_gpu.HopperTiles, *, deterministic: bool = False):
+    """The function of q, k, v, mask, d_out and d_lse that gives out, lse and the gradients, kernel after kernel."""
+    problem, _ = pose(w, deterministic=deterministic)
+
+    def run(q, k, v, mask, d_out, d_lse):
+        operands = Operands(q, k, v, None, mask)
+        out, lse = mosaic_gpu.forward(problem, tiles, operands)
+        gradients = mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta_of(out, d_out, d_lse))
+        return out, lse, *gradients
+
+    return run
+
+
+@functools.cache
+def oracle(w: Workload) -> tuple:
+    inputs = random_inputs(w, seed=3)
+    return inputs, truth_of(w, inputs), plain_of(w, inputs)
+
+
+def assert_within_budget(w: Workload, found: tuple, names: tuple[str, ...] = RESULTS) -> None:
+    _, truth, plain = oracle(w)
+    results = {name: np.asarray(array, np.float64) for name, array in zip(names, found, strict=True)}
+    truth, plain = ({name: each[name] for name in names} for each in (truth, plain))
+    rows = measure(results, truth=truth, plain=plain, dtype=w.dtype)
+    assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
+def arrays_of(w: Workload) -> tuple:
+    """q, k, v, mask."""
+    return *oracle(w)[0][:3], jax.tree.map(jnp.asarray, pose(w)[1])
+
+
+def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[str, Any]) -> None:
+    """Both passes within the error rule and without races."""
+    tiles = interpretable(pose(w)[0], **changed)
+    inputs = oracle(w)[0]
+    run = both_passes(w, tiles, deterministic=deterministic)
+    assert_within_budget(w, interpret(run, *arrays_of(w), inputs.d_out, inputs.d_lse))
+
+
+@pytest.mark.parametrize("workload", cases(FAST))
+def test_right_and_without_races(workload):
+    assert_right(workload)
+
+
+@pytest.mark.parametrize("workload", cases(FAST_IN_TWO))
+def test_deterministic_gradients_are_right_and_without_races(workload):
+    """dk and dv from the fused kernel without its dq, dq from a kernel of its own, both from the truth's lse."""
+    problem, _ = pose(workload, deterministic=True)
+    inputs, truth, _ = oracle(workload)
+
+    def run(q, k, v, mask, lse, d_out, delta):
+        return mosaic_gpu.backward(problem, interpretable(problem), Operands(q, k, v, None, mask), lse, d_out, delta)
+
+    out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
+    delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
+    found = interpret(run, *arrays_of(workload), lse, inputs.d_out, delta)
+    assert_within_budget(workload, tuple(found), RESULTS[2:])
+
+
+# Tiles that are no default, each on lengths that visit more tiles than there are stages.
+FORWARD = workload("forward", mask=Causal(offset=140), T=70, S=300, N=2)
+WIDE_FORWARD = workload("wide_forward", mask=Causal(offset=140), T=70, S=300, H=128)
+FORWARD_TILES = [
+    (FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 1}),
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "ping_pong": True, "head_group": 2}),
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 4, "ping_pong": False, "pin_wait": False}),
+    (FORWARD, {"warpgroups": 3, "block_k": 64, "stages": 2, "ping_pong": True, "pin_wait": True}),
+    (WIDE_FORWARD, {"block_k": 192, "stages": 1, "ping_pong": False}),
+    (WIDE_FORWARD, {"block_k": 256, "stages": 1}),
+]
+BACKWARD = workload("backward", mask=Causal(offset=-70), T=300, S=70)
+GROUPED = workload("grouped", mask=SlidingWindow(90, 20), T=200, S=70, N=2, H=128)
+WIDE = workload("wide_backward", mask=Causal(offset=-70), T=200, S=70, H=136)
+BACKWARD_TILES = [
+    (BACKWARD, {"block_q": 64, "block_k": 128, "stages": 1, "dk_in_flight": False}),
+    (BACKWARD, {"block_q": 64, "block_k": 128, "stages": 2, "dk_in_flight": True}),
+    (BACKWARD, {"block_q": 128, "block_k": 128, "stages": 1, "dk_in_flight": False}),
+    (GROUPED, {"block_q": 64, "stages": 2, "dk_in_flight": True}),
+    (WIDE, {"stages": 2}),
+]
+
+
+def described(value: Any) -> str:
+    return value.name if isinstance(value, Workload) else "-".join(f"{name}={x}" for name, x in value.items())
+
+
+@pytest.mark.parametrize(("workload", "changed"), FORWARD_TILES, ids=described)
+def test_forward_tiles(workload, changed):
+    problem, _ = pose(workload)
+    tiles = interpretable(problem, forward=changed)
+
+    def run(q, k, v, mask):
+        return mosaic_gpu.forward(problem, tiles, Operands(q, k, v, None, mask))
+
+    assert_within_budget(workload, tuple(interpret(run, *arrays_of(workload))), RESULTS[:2])
+
+
+@pytest.mark.parametrize(("workload", "changed"), BACKWARD_TILES, ids=described)
+def test_backward_tiles(workload, changed):
+    problem, _ = pose(workload)
+    tiles = interpretable(problem, backward=changed)
+    inputs, truth, _ = oracle(workload)
+
+    def run(q, k, v, mask, lse, d_out, delta):
+        return mosaic_gpu.backward(problem, tiles, Operands(q, k, v, None, mask), lse, d_out, delta)
+
+    out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
+    delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
+    found = interpret(run, *arrays_of(workload), lse, inputs.d_out, delta)
+    assert_within_budget(workload, tuple(found), RESULTS[2:])
+
+
+# What nobody sees -----------------------------------------------------------------------------------------------------
+
+DEAD_MASKS = {
+    "lengths": Lengths(q=int32(20, 37), kv=int32(50, 0)),
+    "segments": Segments(
+        np.repeat([[1, 2, 0]], [17, 10, 10], 1), np.repeat([[2, 3, 1, 0]], [30, 21, 30, 60], 1), padding_id=0
+    ),
+    "window": SlidingWindow(4, 1, offset=-7),
+}
+
+
+# The interpreter multiplies by numpy, which warns of what the kernels then leave out.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [
+        ("segments", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("lengths", False), ("window", False))),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in DEAD_MASKS),
+    ],
+)
+def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
+    """Bit-equal results whatever stands in keys that nobody sees and queries that see nobody; their gradients are 0."""
+    w = workload(name, mask=DEAD_MASKS[name], B=2 if name == "lengths" else 1, T=37, S=141, H=16, Hv=24)
+    problem, mask = pose(w)
+    b, t, s = np.ix_(range(w.B), range(w.T), range(w.S))
+    allowed = np.broadcast_to(np.asarray(mask.allowed(t, s, b=b)), (w.B, w.T, w.S))
+    dead_key, dead_query = ~allowed.any(1), ~allowed.any(2)
+    assert dead_key.any() and dead_query.any()
+    q, k, v, _, d_out, d_lse = random_inputs(w)
+    run = both_passes(w, interpretable(problem), deterministic=deterministic)
+
+    def filled(array, dead, filling):
+        return jnp.where(dead[..., None, None], jnp.asarray(filling, array.dtype), array)
+
+    def results(filling):
+        dead_row = filled(d_lse.swapaxes(1, 2)[..., None], dead_query, filling)[..., 0].swapaxes(1, 2)
+        operands = filled(q, dead_query, filling), filled(k, dead_key, filling), filled(v, dead_key, filling)
+        values = jax.tree.map(jnp.asarray, mask)
+        return interpret(run, *operands, values, filled(d_out, dead_query, filling), dead_row)
+
+    clean = results(0.0)
+    out, lse, dq, dk, dv = map(np.asarray, clean)
+    assert np.all(out[dead_query] == 0) and np.all(np.swapaxes(lse, 1, 2)[dead_query] == -np.inf)
+    assert np.all(dq[dead_query] == 0) and np.all(dk[dead_key] == 0) and np.all(dv[dead_key] == 0)
+    for filling in (np.nan, np.inf, 1e4):
+        for result, found, wanted in zip(RESULTS, results(filling), clean):
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{result} with {filling} in dead places")
+
+
+# The whole path -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unpartitioned(monkeypatch):
+    """Without `custom_partitioning`, which cannot hold the ordered effects of interpretation (JAX 0.11.2, 0.12.0)."""
+    monkeypatch.setattr(vjp, "partitioned", lambda function, arrays, **_: function(*arrays))
+
+
+HOPPER = dataclasses.replace(
+    mosaic_gpu.BACKEND,
+    name="hopper_interpreted",
+    supports=lambda problem, hardware: None,
+    default_tiles=lambda problem, hardware: interpretable(problem),
+)
+
+
+def loss(q, k, v, *, backend):
+    out, lse = flash_attention_with_lse(q, k, v, mask=Causal(offset=3), backend=backend)
+    weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    return (out.astype(jnp.float32) * weight).sum() + jnp.sin(lse).sum()
+
+
+def vmap_of_gradients(q, k, v, *, backend):
+    return jax.vmap(jax.value_and_grad(functools.partial(loss, backend=backend), (0, 1, 2)))(q, k, v)
+
+
+def scan(q, k, v, *, backend):
+    """The carry is what the call gave before."""
+
+    def step(carry, keys):
+        return flash_attention_with_lse(carry, *keys, mask=Causal(), backend=backend).out, None
+
+    return jax.lax.scan(step, q[0], (k, v))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transformed", [vmap_of_gradients, scan])
+def test_transformations_of_the_public_call(transformed, unpartitioned):
+    """jit, custom_vjp, the fold of a mapped axis into the batch. One rounding may fall otherwise than in float32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 40, heads, 64)), jnp.bfloat16) for heads in (2, 1, 1))
+    with registry.registered(HOPPER), interpreted(timeout_s=240):
+        found = jax.block_until_ready(jax.jit(functools.partial(transformed, backend=HOPPER.name))(q, k, v))
+    wanted = jax.jit(functools.partial(transformed, backend="reference"))(q, k, v)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(other).max()
+        )
+
+
+@pytest.mark.parametrize(("names", "times"), [(jflash.RESIDUAL_NAMES, 1), ((), 2)])
+def test_a_policy_that_saves_the_published_names_runs_the_forward_kernel_once(names, times):
+    """Counted in the jaxpr of a training step; without the policy it runs again, so the count can tell."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    block = jax.checkpoint(
+        functools.partial(loss, backend="mosaic_gpu"), policy=jax.checkpoint_policies.save_only_these_names(*names)
+    )
+    with jflash.use_options(hardware="h200"):
+        jaxpr = jax.make_jaxpr(jax.grad(block, (0, 1, 2)))(x, x, x).jaxpr
+
+    def kernels(name):
+        return count(jaxpr, lambda equation: equation.params.get("name") == name)
+
+    assert kernels("jflash_forward_sm90") == times
+    assert kernels("jflash_backward_sm90") == 1
+
+
+# What interpretation cannot take --------------------------------------------------------------------------------------
+
+# What each switch replaces, in the words of the jaxpr: turns and vote of the forward kernel, exchange of the backward.
+SWITCHES = {
+    "inline_ptx": {
+        (("barrier_wait",), ("add", "inline_mgpu_p")),
+        (("barrier_arrive",), ("add", "inline_mgpu_p")),
+        (("reduce_max", "gt"), ("inline_mgpu_p", "ne")),
+        (("wait_smem_to_gmem", "commit_smem", "barrier_arrive", "barrier_wait"), ("inline_mgpu_p", "inline_mgpu_p")),
+    }
+}
+
+
+def equations(jaxpr: Any) -> list[tuple[str, str]]:
+    """The name and the types of the results of each equation, in all that is nested in it."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append((equation.primitive.name, str([var.aval for var in equation.outvars])))
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += [("(", ""), *equations(inner), (")", "")]
+    return found
+
+
+def test_all_switches_are_known():
+    kernels = {"forward", "backward", "backward_dq"}
+    assert {field.name for field in dataclasses.fields(mosaic_gpu.HopperTiles)} == kernels | set(SWITCHES)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_with_a_switch_off_nothing_else_differs(switch):
+    """So what is interpreted here is what runs on a GPU."""
+    found = set()
+    for H, deterministic in ((64, False), (128, True), (128, False), (256, False)):
+        problem, _ = pose(workload("", mask=Causal(), T=256, H=H), deterministic=deterministic)
+        tiles = interpretable(problem, forward={"ping_pong": True})
+        for kernel, statistics in ((mosaic_gpu.forward, ()), (mosaic_gpu.backward, backward_shapes(problem))):
+            off, on = (
+                equations(
+                    jax.make_jaxpr(functools.partial(kernel, problem, each))(operand_shapes(problem), *statistics)
+                )
+                for each in (dataclasses.replace(tiles, **{switch: value}) for value in (False, True))
+            )
+            for kind, *ends in difflib.SequenceMatcher(None, off, on, autojunk=False).get_opcodes():
+                if kind != "equal":
+                    parts = off[ends[0] : ends[1]], on[ends[2] : ends[3]]
+                    found.add(tuple(tuple(name for name, _ in part) for part in parts))
+    assert found == SWITCHES[switch]

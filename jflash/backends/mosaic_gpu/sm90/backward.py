@@ -13,6 +13,7 @@ from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Gradients, Operands
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
+from jflash.numerics.varying import like
 from jflash.problem import Problem
 
 # The widest head of which one warpgroup holds dK and dV of 64 keys.
@@ -45,8 +46,11 @@ def backward(
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         if problem.deterministic:
-            return Gradients(dq(problem, tiles, operands, statistics, d_out), *kernel(statistics, d_out, None))
-        return Gradients(*_with_dq(kernel, problem, operands, statistics, d_out))
+            gradients = dq(problem, tiles, operands, statistics, d_out), *kernel(statistics, d_out, None)
+        else:
+            gradients = _with_dq(kernel, problem, operands, statistics, d_out)
+    # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
+    return Gradients(*like(gradients, operands))
 
 
 def _with_dq(

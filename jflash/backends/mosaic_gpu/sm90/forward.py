@@ -41,7 +41,7 @@ from jflash.backends.protocol import Operands
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.online_softmax import Attended
-from jflash.numerics.varying import result_struct
+from jflash.numerics.varying import like, result_struct
 from jflash.problem import Problem
 
 # How far a row maximum may grow, in powers of two, before the accumulators are rescaled: p stays below 2^8, which 16
@@ -62,7 +62,8 @@ def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attende
     # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         out, lse = _Forward(problem, tiles, operands)(q, k, v)
-    return Attended(out, lse[..., : problem.T])
+    # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
+    return like(Attended(out, lse[..., : problem.T]), operands)
 
 
 class _Forward:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
+
+from jflash.errors import ArgumentError
+from jflash.hardware import named
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = WGMMA.reduce(1)
@@ -34,6 +37,12 @@ _TILE_ROWS = 8
 # Named barriers: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
 _FIRST_TURN_BARRIER = 5
 _SYNC_BARRIER = 9
+
+
+# As Mosaic counts shared memory (JAX 0.11.2): each array starts at a multiple of this, barriers follow at the end.
+_SMEM_ALIGNMENT = 1024
+_BARRIER_BYTES = 8
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def chunks(columns: int) -> int:
@@ -112,6 +121,48 @@ def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Shared memory of shape (..., rows, columns) for WGMMA, and for TMA of arrays whose sizes fit the tiles."""
     tiling = plgpu.TilingTransform((_TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE_BYTES)))
+
+
+def smem_bytes(scratch_types: Any, *, reduces: bool) -> int:
+    """Shared memory of a block of threads; reductions within a warpgroup take some too."""
+    total = _COMPILER_PARAMS.reduction_scratch_bytes if reduces else 0
+    for scratch in jax.tree.leaves(scratch_types):
+        if isinstance(scratch, plgpu.Barrier):
+            total += int(np.prod(scratch.num_barriers)) * _BARRIER_BYTES
+        else:
+            size = math.prod(scratch.shape) * np.dtype(scratch.dtype).itemsize
+            total += -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+    return total
+
+
+def hopper_kernel(
+    body: Callable[..., None],
+    *,
+    tiles: Any,
+    scratch_types: Any,
+    warpgroups: int,
+    blocks: int,
+    reduces: bool,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`plgpu.kernel` with so many blocks of threads, of so many warpgroups that compute and one that loads.
+
+    Raises:
+      ArgumentError: the scratch memory that these tiles need is more than a block can have.
+    """
+    needed, most = smem_bytes(scratch_types, reduces=reduces), named("h200").smem_bytes_per_block
+    if needed > most:
+        raise ArgumentError("tiles", found=f"{tiles}, {needed} bytes of shared memory", wanted=f"at most {most} bytes")
+    return plgpu.kernel(
+        body,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+        compiler_params=_COMPILER_PARAMS,
+        **options,
+    )
 
 
 def load_pieces(source: Any, pieces: Sequence[Any], barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:

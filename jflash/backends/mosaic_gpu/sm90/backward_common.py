@@ -28,6 +28,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     along_columns,
     along_rows,
+    hopper_kernel,
     i32,
     load_global,
     load_pieces,
@@ -165,13 +166,13 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
-        dk, dv = plgpu.kernel(
+        dk, dv = hopper_kernel(
             kernel,
+            tiles=self.tiles,
             out_type=[result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)],
-            grid=(problem.B * problem.K * self.visits.rows,),
-            grid_names=("block",),
-            num_threads=WARPGROUPS + 1,
-            thread_name="warpgroup",
+            blocks=problem.B * problem.K * self.visits.rows,
+            warpgroups=WARPGROUPS,
+            reduces=False,
             scratch_types={
                 # dK and dV go where K and V were.
                 "k": plgpu.RefUnion(*smem_pieces((), self.block_k, self.qk, dtype)),
@@ -187,7 +188,6 @@ class BackwardKernel(abc.ABC):
                 "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
                 **self._scratch(),
             },
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
         )(*self.operands[:3], d_out, *statistics, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
         return dk, dv

@@ -29,6 +29,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     along_columns,
     along_rows,
+    hopper_kernel,
     i32,
     load_global,
     load_pieces,
@@ -108,13 +109,13 @@ class _Dq:
                 barrier(num_arrivals=pieces.count, num_barriers=warpgroups),
             )
 
-        return plgpu.kernel(
+        return hopper_kernel(
             kernel,
+            tiles=tiles,
             out_type=result_struct((problem.B, problem.T, problem.N, problem.H), dtype, self.operands),
-            grid=(problem.B * problem.N * self.visits.rows,),
-            grid_names=("block",),
-            num_threads=warpgroups + 1,
-            thread_name="warpgroup",
+            blocks=problem.B * problem.N * self.visits.rows,
+            warpgroups=warpgroups,
+            reduces=False,
             scratch_types=[
                 resident(self.qk),
                 resident(self.vo),
@@ -122,7 +123,6 @@ class _Dq:
                 staged(tiles.v_stages, self.vo),
                 (plgpu.SMEM((self.block_k,), jnp.int32), barrier()),
             ],
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="jflash_backward_dq_sm90",
         )(
             self.operands.q,

@@ -26,6 +26,7 @@ from jflash.backends.mosaic_gpu.primitives import (
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel, Block
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Operands
+from jflash.errors import ArgumentError
 from jflash.problem import Problem
 
 
@@ -36,7 +37,13 @@ class NarrowBackward(BackwardKernel):
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
+        if self.block_k != WARPGROUPS * WARPGROUP_ROWS:
+            wanted = f"block_k={WARPGROUPS * WARPGROUP_ROWS}, half of them for each warpgroup, with H, Hv <= 128"
+            raise ArgumentError("tiles", found=str(self.tiles), wanted=wanted)
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
+        if self.qk.chunks == 2 and self.block_q != WARPGROUP_ROWS:
+            wanted = f"block_q={WARPGROUP_ROWS} with H over {CHUNK}, where each warpgroup computes a chunk of dQ"
+            raise ArgumentError("tiles", found=str(self.tiles), wanted=wanted)
         self.s_shape = (WARPGROUP_ROWS, self.block_q)
 
     def _scratch(self) -> dict[str, Any]:

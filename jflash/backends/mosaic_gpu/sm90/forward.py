@@ -27,6 +27,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     along_columns,
     along_rows,
     any_row,
+    hopper_kernel,
     i32,
     load_global,
     load_pieces,
@@ -100,17 +101,17 @@ class _Forward:
             mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
             self._body((q_g, k_g, v_g, ids_g), visit_refs, mask_refs, *refs)
 
-        out, lse = plgpu.kernel(
+        out, lse = hopper_kernel(
             kernel,
+            tiles=tiles,
             out_type=[
                 result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
                 # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
                 result_struct((problem.B, problem.N, rows * self.block_q), jnp.float32, self.operands),
             ],
-            grid=(problem.B * problem.N * rows,),
-            grid_names=("block",),
-            num_threads=warpgroups + 1,
-            thread_name="warpgroup",
+            blocks=problem.B * problem.N * rows,
+            warpgroups=warpgroups,
+            reduces=True,
             scratch_types=[
                 # Out goes where Q was.
                 plgpu.RefUnion(
@@ -130,7 +131,6 @@ class _Forward:
                 barrier(),
                 barrier(num_arrivals=warpgroups),
             ],
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *visit_arrays, *mask_arrays)
         return out, lse

@@ -15,10 +15,10 @@ from jflash.backends.mosaic_gpu.tiles import DqTiles, HopperTiles, default_tiles
 from jflash.backends.protocol import Operands
 from jflash.masks import Causal, Full, Lengths, Segments, SlidingWindow
 from jflash.masks.live import zero_dead_keys
-from jflash.masks.mask import MaskStructure
 from jflash.problem import Problem
 from jflash.testing.budget import measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
+from jflash.testing.problems import pose
 from jflash.testing.workloads import Workload
 
 H200 = hardware.named("h200")
@@ -40,15 +40,6 @@ WORKLOADS = [
 ] + [Workload(name="float16", dtype="float16", B=1, T=127, S=129, N=1, K=1, H=72, Hv=200)]
 
 
-def posed(w: Workload) -> tuple[Problem, Any]:
-    mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
-    problem = Problem(
-        B=w.B, T=w.T, S=w.S, N=w.N, K=w.K, H=w.H, Hv=w.Hv, dtype=jnp.dtype(w.dtype), scale=w.H**-0.5, softcap=None,
-        mask=MaskStructure.of(mask), bias=None, deterministic=True, lse=True,
-    )  # fmt: skip
-    return problem, mask
-
-
 def tiles_of(problem: Problem, **changed: Any) -> HopperTiles:
     tiles = default_tiles(problem, H200)
     return dataclasses.replace(tiles, inline_ptx=False, backward_dq=dataclasses.replace(tiles.backward_dq, **changed))
@@ -56,7 +47,7 @@ def tiles_of(problem: Problem, **changed: Any) -> HopperTiles:
 
 def assert_right(w: Workload, **changed: Any) -> None:
     """dq within the budget; NaN wherever nobody looks, but for q and d_out of queries that see no key."""
-    problem, mask = posed(w)
+    problem, mask = pose(w, deterministic=True)
     inputs = random_inputs(w)
     truth, plain = truth_of(w, inputs), plain_of(w, inputs)
     lse, out = truth["lse"], truth["out"]
@@ -126,7 +117,7 @@ def test_head_groups():
     ids=["full", "segments_causal", "or"],
 )
 def test_default_tiles_lower(H, Hv, mask):
-    problem, bound = posed(Workload(name="", dtype="bfloat16", B=2, T=200, S=200, N=4, K=2, H=H, Hv=Hv, mask=mask))
+    problem, bound = pose(Workload(name="", dtype="bfloat16", B=2, T=200, S=200, N=4, K=2, H=H, Hv=Hv, mask=mask))
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
     arrays = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes]

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
 from jflash.errors import UnsupportedError
-from jflash.numerics.online_softmax import Attended
+from jflash.numerics.online_softmax import Attended, delta_of
 from jflash.numerics.varying import sum_to
 from jflash.parallel.partition import partitioned
 from jflash.problem import Problem
@@ -46,9 +46,7 @@ def _save(backend: Backend, problem: Problem, tiles: Any, operands: Operands) ->
 def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tuple, cotangents: Attended) -> tuple:
     operands, (out, lse) = residuals
     d_out, d_lse = cotangents
-    # ds = p · (dp - delta): the cotangent of lse adds p · d_lse to ds, so it only shifts delta (algorithm 2, line 4).
-    # A product and a sum: as a batched dot of vectors XLA may hand it to a matmul library.
-    delta = (d_out.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
+    delta = delta_of(out, d_out, d_lse)
 
     def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
         return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))

@@ -327,24 +327,28 @@ def _reduce(key, access, value, reduction_op, thread, logging_info):
         shared.store_buffer_content(key, access, new, thread, logging_info=logging_info)
 
 
+def _copy(mesh_location, thread, source_info, operands) -> dict[str, Any]:
+    """What JAX's tasks of copies take, in either direction."""
+    shared = gpu_callbacks._get_shared_memory()
+    (src, src_access), (dst, dst_access) = (_key_and_access(operands, side) for side in ("src", "dst"))
+    return {
+        "mesh_location": mesh_location,
+        "thread": thread,
+        "src_allocation_key": src,
+        "src_access": src_access,
+        "dst_allocation_key": dst,
+        "dst_access": dst_access,
+        "source_info": source_info,
+        "clock": shared.incr_clock(thread) if shared.detect_races else None,
+    }
+
+
 @gpu_callbacks.fail_on_exception
 def _copy_gmem_to_smem(*, token, mesh_location, thread, barrier_allocation_key_as_array, source_info=None, **operands):
-    shared = gpu_callbacks._get_shared_memory()
-    src, src_access = _key_and_access(operands, "src")
-    dst, dst_access = _key_and_access(operands, "dst")
-    task = _Load(
-        mesh_location=mesh_location,
-        thread=thread,
-        src_allocation_key=src,
-        src_access=src_access,
-        dst_allocation_key=dst,
-        dst_access=dst_access,
-        barrier_allocation_key=gpu_callbacks.HostAllocationKey.from_array(barrier_allocation_key_as_array),
-        source_info=source_info,
-        clock=shared.incr_clock(thread) if shared.detect_races else None,
-    )
+    barrier = gpu_callbacks.HostAllocationKey.from_array(barrier_allocation_key_as_array)
+    task = _Load(barrier_allocation_key=barrier, **_copy(mesh_location, thread, source_info, operands))
     task.is_run_of_bytes = not _is_swizzled(operands["dst_transforms"])
-    shared.execute_async_task(task)
+    gpu_callbacks._get_shared_memory().execute_async_task(task)
     return token
 
 
@@ -354,22 +358,10 @@ def _copy_smem_to_gmem(
 ):
     if predicate is not None and not bool(predicate):
         return token
-    shared = gpu_callbacks._get_shared_memory()
-    src, src_access = _key_and_access(operands, "src")
-    dst, dst_access = _key_and_access(operands, "dst")
-    task = _Store(
-        mesh_location=mesh_location,
-        thread=thread,
-        src_allocation_key=src,
-        src_access=src_access,
-        dst_allocation_key=dst,
-        dst_access=dst_access,
-        source_info=source_info,
-        clock=shared.incr_clock(thread) if shared.detect_races else None,
-    )
+    task = _Store(**_copy(mesh_location, thread, source_info, operands))
     task.is_run_of_bytes = not _is_swizzled(operands["src_transforms"])
     task.reduction_op = reduction_op
-    shared.execute_async_task(task)
+    gpu_callbacks._get_shared_memory().execute_async_task(task)
     return token
 
 

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Gradients, Operands
-from jflash.numerics.online_softmax import Attended
+from jflash.numerics.online_softmax import Attended, delta_of
 from jflash.numerics.varying import like
 from jflash.problem import Problem
 
@@ -49,7 +48,7 @@ def per_platform(own: Backend, platform: str, other: Backend, other_tiles: Any) 
 
             # As a kernel's, gradients are one device's share, and summed outside where the devices share an operand.
             attended, pull = jax.vjp(call, *like(operands[:3], (operands, lse, d_out, delta)))
-            d_lse = jnp.einsum("btnd,btnd->bnt", d_out, attended.out, preferred_element_type=delta.dtype) - delta
+            d_lse = delta_of(attended.out, d_out, delta)
             return Gradients(*pull(Attended(d_out, d_lse.astype(lse.dtype))))
 
         return _choose(run_own, run_other, operands, lse, d_out, delta, platform=platform)

@@ -16,12 +16,12 @@ from jflash.masks.tile_map import TileMap
 _BLOCK = 128
 
 
-def zero_dead_keys(x: Float[Array, "B S K d"], mask: Mask, *, T: int, S: int) -> Float[Array, "B S K d"]:
-    """`x` with 0 at the keys that no query sees; `x` itself where it is known when tracing that there are none."""
+def zero_dead_keys(*arrays: Float[Array, "B S K _"], mask: Mask, T: int, S: int) -> tuple[Float[Array, "B S K _"], ...]:
+    """The arrays with 0 at the keys that no query sees, or as they are where there are known to be none of these."""
     live = live_keys(mask, T=T, S=S)
     if not is_traced(live) and live.all():
-        return x
-    return jnp.where(jnp.asarray(live)[..., None, None], x, 0)
+        return arrays
+    return tuple(jnp.where(jnp.asarray(live)[..., None, None], x, 0) for x in arrays)
 
 
 def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:

@@ -24,6 +24,18 @@ class Attended(NamedTuple):
     lse: Float[Array, "*B N T"] | None
 
 
+def delta_of(
+    out: Float[Array, "B T N Hv"], d_out: Float[Array, "B T N Hv"], d_lse: Float[Array, "B N T"]
+) -> Float[Array, "B N T"]:
+    """The sum of d_out * out less d_lse, in the dtype of d_lse: ds = p * (dp - delta).
+
+    The cotangent of lse adds p * d_lse to ds, so it only shifts delta (FlashAttention-2, algorithm 2, line 4). The
+    function is its own inverse: from delta it gives d_lse.
+    """
+    # A product and a sum: as a batched dot of vectors XLA may hand it to a matmul library.
+    return (d_out.astype(d_lse.dtype) * out.astype(d_lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
+
+
 class Carry(NamedTuple):
     """Attention over the keys seen so far, of each query.
 

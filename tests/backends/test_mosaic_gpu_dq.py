@@ -68,7 +68,7 @@ def assert_right(w: Workload, **changed: Any) -> None:
         return jnp.where(dead_keys[..., None, None], jnp.nan, x)
 
     def run(q, k, v, mask, rows, d_out):
-        k, v = (zero_dead_keys(x, mask, T=w.T, S=w.S) for x in (k, v))
+        k, v = zero_dead_keys(k, v, mask=mask, T=w.T, S=w.S)
         return dq(problem, tiles_of(problem, **changed), Operands(q, k, v, None, mask), tuple(rows), d_out)
 
     found = interpret(

@@ -100,7 +100,7 @@ def test_dead_keys_are_zeroed_whatever_they_hold(case, dtype):
 
     @jax.jit
     def zeroed(x: Any, mask: Mask) -> jax.Array:
-        return zero_dead_keys(x, mask, T=T, S=S)
+        return zero_dead_keys(x, mask=mask, T=T, S=S)[0]
 
     expected = np.where(case.truth[..., None, None], x, np.asarray(0, dtype))
     for mask in (case.mask, jax.tree.map(jnp.asarray, case.mask)):
@@ -168,7 +168,7 @@ def test_without_arrays_known_while_tracing(mask, combine):
 def test_nothing_is_copied_where_all_keys_are_alive():
     x = jnp.ones((2, 37, 1, 8))
     for mask in (Full(), Causal(), SlidingWindow(0, 0) | Causal(offset=-5), Lengths(kv=np.array([37, 40]))):
-        assert zero_dead_keys(x, mask.bind(B=2, N=1, T=37, S=37), T=37, S=37) is x
+        assert zero_dead_keys(x, mask=mask.bind(B=2, N=1, T=37, S=37), T=37, S=37)[0] is x
 
 
 def test_one_axis_of_the_batch_per_array():

@@ -34,6 +34,10 @@ CHUNK = 64
 _SWIZZLE_BYTES = 128
 _TILE_ROWS = 8
 
+# Registers of a thread, by warpgroups that compute: 64 Ki of them over all threads of a block.
+COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
+LOAD_REGISTERS = {1: 24, 2: 24, 3: 32}
+
 # Named barriers: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
 _FIRST_TURN_BARRIER = 5
 _SYNC_BARRIER = 9
@@ -54,8 +58,8 @@ def chunks(columns: int) -> int:
 class Pieces:
     """How shared memory holds the columns of a tile: `count` pieces of `width` columns, one after the other.
 
-    One piece where the sizes allow it. Otherwise chunks: each a matmul of its own, with addresses of its own, which
-    cost a warpgroup of the backward kernel 20 registers at H=128.
+    One piece where the sizes allow it. Otherwise chunks, each a matmul of its own: slower where the head is wide
+    (docs/decisions.md, 2026-11-30).
     """
 
     count: int
@@ -92,6 +96,11 @@ class Pieces:
 
 def i32(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
+
+
+def slot_of(i: Any, stages: int) -> jax.Array:
+    """Where the i-th tile lies among so many stages."""
+    return lax.rem(i32(i), i32(stages))
 
 
 def opaque(*indices: Any) -> tuple[jax.Array, ...]:

@@ -1,6 +1,7 @@
 """Tile sizes of the Hopper kernels."""
 
 import dataclasses
+import functools
 import math
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
@@ -142,39 +143,27 @@ class HopperTiles:
         return f"tiles of queries x keys: {forward} forward, {backward} backward"
 
 
+# Remembered, since every eager call is planned anew, and what a mask without arrays covers takes work to know.
+@functools.lru_cache(maxsize=1024)
 def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     """The tiles that did best on an H200 among those tried (docs/decisions.md)."""
+    block, mask = WARPGROUP_ROWS, problem.mask.mask
+    tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=block, block_k=block)
+    masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
+    # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
+    H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
+    head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 128 else 2) if masked else 1
     return HopperTiles(
-        forward=_forward_tiles(problem), backward=_backward_tiles(problem), backward_dq=_dq_tiles(problem)
+        forward=_forward_tiles(H, Hv, masked=masked, has_lists=has_lists, head_group=head_group),
+        backward=_backward_tiles(max(H, Hv), has_lists=has_lists),
+        backward_dq=_dq_tiles(H, Hv, head_group=head_group),
     )
 
 
-def _columns(problem: Problem) -> tuple[int, int]:
-    """Columns of the chunks that hold a row of Q or K, and of those that hold one of V."""
-    return CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-
-
-def _tile_map(problem: Problem) -> TileMap:
-    block = WARPGROUP_ROWS
-    return TileMap(mask=problem.mask.mask, T=problem.T, S=problem.S, block_q=block, block_k=block)
-
-
-def _is_masked(problem: Problem) -> bool:
-    return not _tile_map(problem).is_all_full
-
-
-def _head_group(problem: Problem) -> int:
-    if not _is_masked(problem):
-        return 1
-    return math.gcd(problem.N, 4 if max(_columns(problem)) <= 128 else 2)
-
-
-def _forward_tiles(problem: Problem) -> ForwardTiles:
-    H, Hv = _columns(problem)
-    widest, masked, head_group = max(H, Hv), _is_masked(problem), _head_group(problem)
-    if widest <= 64:
+def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, head_group: int) -> ForwardTiles:
+    if max(H, Hv) <= 64:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
-        block_k, stages = (128, 2) if _tile_map(problem).form == "runs" else (64, 3)
+        block_k, stages = (64, 3) if has_lists else (128, 2)
         options = {"stages": stages, "ping_pong": False, "pin_wait": masked, "head_group": head_group}
         return ForwardTiles(warpgroups=3, block_k=block_k, **options)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
@@ -182,24 +171,22 @@ def _forward_tiles(problem: Problem) -> ForwardTiles:
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(problem: Problem) -> BackwardTiles:
-    widest = max(_columns(problem))
+def _backward_tiles(widest: int, *, has_lists: bool) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0).
-    if widest <= 64 and _tile_map(problem).form == "runs":
+    if widest <= 64 and not has_lists:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if widest <= 128:
         return BackwardTiles(block_q=64)
     return BackwardTiles(block_q=64, block_k=64, stages=1)
 
 
-def _dq_tiles(problem: Problem) -> DqTiles:
+def _dq_tiles(H: int, Hv: int, *, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
-    H, Hv = _columns(problem)
     # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers; with more
     # than 448 columns, Q, dO and two stages of K and of V not the 227 KiB of shared memory. V gives way: its slot is
     # free as soon as dP is there, that of K only after dQ.
     return DqTiles(
         block_k=128 if max(H, Hv) <= 128 else 64,
         v_stages=2 if H + Hv <= 448 else 1,
-        head_group=_head_group(problem),
+        head_group=head_group,
     )

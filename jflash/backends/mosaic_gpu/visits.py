@@ -8,8 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflash.backends.mosaic_gpu.primitives import i32
-from jflash.masks.mask import Mask, TileKind, Value
+from jflash.backends.mosaic_gpu.primitives import (
+    BY_COLUMN,
+    BY_ROW,
+    along_columns,
+    along_rows,
+    i32,
+    load_global,
+    row_ids,
+)
+from jflash.masks.mask import TileKind, Value
 from jflash.masks.tile_map import TileMap
 
 
@@ -29,7 +37,7 @@ class Visits:
 
 
 class TileVisits:
-    """The visits of all rows of a `TileMap`, and what a kernel needs of the mask.
+    """The visits of all rows of a `TileMap`, and its mask on the tiles: all that a kernel asks of a mask.
 
     Args:
       tile_map: rows are the blocks of threads.
@@ -42,6 +50,9 @@ class TileVisits:
         block = "block_k" if tile_map.transpose else "block_q"
         self._part_map = dataclasses.replace(tile_map, **{block: getattr(tile_map, block) // parts})
         self._values = tile_map.mask.values()
+        self._blocks = {"T": tile_map.block_q, "S": tile_map.block_k}
+        # What of `operands()` says which tiles to visit: the values, or the two arrays of the lists.
+        self._visit_count = len(self._values) if tile_map.form == "runs" else 2
         self.is_masked = not self._part_map.is_all_full
 
     @property
@@ -49,16 +60,23 @@ class TileVisits:
         return self._map.rows
 
     def operands(self) -> tuple[jax.Array, ...]:
-        """The arrays that `of_row` reads: those that a value per batch row holds, or the lists."""
+        """The arrays that a kernel needs of the mask, for `of_row` and for `allowed`."""
+        values = tuple(self._padded(value) for value in self._values)
         if self._map.form == "runs":
-            return tuple(jnp.asarray(value.expanded().reshape(-1), jnp.int32) for value in self._values)
+            return tuple(jnp.asarray(value.expanded().reshape(-1), jnp.int32) for value in self._values) + values
         lists = self._map.lists()
         partial = (jnp.asarray(lists.kind) != TileKind.FULL.value).astype(jnp.int32)
         entries = jnp.asarray(lists.column, jnp.int32) * 2 + partial
-        return jnp.asarray(lists.count, jnp.int32)[:, 0], entries[:, 0]
+        return jnp.asarray(lists.count, jnp.int32)[:, 0], entries[:, 0], *values
+
+    def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The references to the `operands()`, which come first, and the rest."""
+        count = self._visit_count + len(self._values)
+        return refs[:count], refs[count:]
 
     def of_row(self, refs: tuple[Any, ...], *, b: Any, row: Any, part: Any) -> Visits:
         """The visits of a row; `refs` hold the `operands()` in global memory."""
+        refs = refs[: self._visit_count]
         if self._map.form == "runs":
             values = [ref[_row_of(ref, b)] for ref in refs]
             whole = self._map.run(row, *values)
@@ -82,6 +100,52 @@ class TileVisits:
             lambda i, _: lax.bitwise_and(entries[b, row, i], i32(1)) != 0,
         )
 
+    def allowed(
+        self, refs: tuple[Any, ...], column_ids: jax.Array, *, b: Any, q_at: Any, k_at: Any, shape: tuple[int, int]
+    ) -> jax.Array:
+        """Which pairs of a tile attend: queries by keys, or keys by queries where the map is transposed.
+
+        Args:
+          refs: the `operands()` in global memory.
+          column_ids: 0, 1, ... for the columns, from shared memory: LLVM computes an iota outside of the loop, where it
+            takes registers that the kernels do not have.
+          b: the batch row.
+          q_at, k_at: the first query and the first key of the tile.
+        """
+        row_at, column_at = (k_at, q_at) if self._map.transpose else (q_at, k_at)
+
+        def by_row(ref: Any) -> jax.Array:
+            return along_rows(load_global(ref, row_at, shape[0], layout=BY_ROW), shape)
+
+        def by_column(ref: Any) -> jax.Array:
+            return along_columns(load_global(ref, column_at, shape[1], layout=BY_COLUMN), shape)
+
+        sides = (row_ids(shape) + row_at, by_row), (along_columns(column_ids + column_at, shape), by_column)
+        (k, load_k), (q, load_q) = sides if self._map.transpose else sides[::-1]
+        loads = {"T": load_q, "S": load_k}
+        values = [self._value(value, ref, b, loads) for value, ref in zip(self._values, refs[self._visit_count :])]
+        allowed = self._map.mask.evaluate(q, k, *values)
+        if self._map.S % self._map.block_k:
+            allowed &= k < self._map.S
+        if self._map.T % self._map.block_q:
+            allowed &= q < self._map.T
+        return allowed
+
+    def _padded(self, value: Value) -> jax.Array:
+        """Up to whole tiles, so that a tile's part is in bounds."""
+        array = jnp.asarray(value.array, jnp.int32).reshape(value.array.shape or (1,))
+        length_axis = value.axes[-1:]
+        if length_axis in self._blocks and array.shape[-1] > 1:
+            array = jnp.pad(array, ((0, 0), (0, -array.shape[-1] % self._blocks[length_axis])))
+        return array
+
+    def _value(self, value: Value, ref: Any, b: Any, loads: dict[str, Callable[[Any], jax.Array]]) -> Any:
+        b = _row_of(ref, b)
+        length_axis = value.axes[-1:]
+        if length_axis in loads and ref.shape[-1] > 1:
+            return loads[length_axis](ref.at[b])
+        return ref[b, 0] if len(ref.shape) == 2 else ref[b]
+
 
 def _row_of(ref: Any, b: Any) -> Any:
     return b if ref.shape[0] > 1 else i32(0)
@@ -96,56 +160,3 @@ def head_and_row(block: Any, *, rows: int, head_group: int) -> tuple[Any, Any]:
     rest = lax.div(block, i32(head_group))
     head = lax.rem(block, i32(head_group)) + lax.div(rest, i32(rows)) * head_group
     return head, rows - 1 - lax.rem(rest, i32(rows))
-
-
-class MaskValues:
-    """What a mask needs besides indices, in global memory beside the tiles: padded, so that a tile's part is in bounds.
-
-    Args:
-      mask: a mask after `bind`.
-      block_q, block_k: multiples to which the values per query and per key are padded.
-    """
-
-    def __init__(self, mask: Mask, *, T: int, S: int, block_q: int, block_k: int):
-        self._mask, self._T, self._S = mask, T, S
-        self._blocks = {"T": block_q, "S": block_k}
-        self._values = mask.values()
-
-    def operands(self) -> tuple[jax.Array, ...]:
-        return tuple(self._padded(value) for value in self._values)
-
-    def _padded(self, value: Value) -> jax.Array:
-        array = jnp.asarray(value.array, jnp.int32).reshape(value.array.shape or (1,))
-        length_axis = value.axes[-1:]
-        if length_axis in self._blocks and array.shape[-1] > 1:
-            block = self._blocks[length_axis]
-            array = jnp.pad(array, ((0, 0), (0, -array.shape[-1] % block)))
-        return array
-
-    def allowed(
-        self, refs: tuple[Any, ...], *, q: jax.Array, k: jax.Array, b: Any, load_q: Callable, load_k: Callable
-    ) -> jax.Array:
-        """`mask.evaluate` on a tile, and not past the ends.
-
-        Args:
-          refs: the `operands()` in global memory.
-          q, k: the index of query and of key, each of the tile's shape.
-          b: the batch row.
-          load_q, load_k: of a one-dimensional reference over all queries or keys, its part of this tile, of the tile's
-            shape.
-        """
-        values = [self._value(value, ref, b, load_q, load_k) for value, ref in zip(self._values, refs)]
-        allowed = self._mask.evaluate(q, k, *values)
-        if self._S % self._blocks["S"]:
-            allowed &= k < self._S
-        if self._T % self._blocks["T"]:
-            allowed &= q < self._T
-        return allowed
-
-    def _value(self, value: Value, ref: Any, b: Any, load_q: Callable, load_k: Callable) -> Any:
-        b = _row_of(ref, b)
-        if value.axes[-1:] == "T" and ref.shape[-1] > 1:
-            return load_q(ref.at[b])
-        if value.axes[-1:] == "S" and ref.shape[-1] > 1:
-            return load_k(ref.at[b])
-        return ref[b, 0] if len(ref.shape) == 2 else ref[b]

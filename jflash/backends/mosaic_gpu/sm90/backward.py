@@ -34,7 +34,7 @@ def backward(
     T, S = problem.T, problem.S
     q, k, v, _, mask = operands
     # 0 times what a dead key or a dead query holds must be 0.
-    k, v = (zero_dead_keys(x, mask, T=T, S=S) for x in (k, v))
+    k, v = zero_dead_keys(k, v, mask=mask, T=T, S=S)
     if not every_query_sees_a_key(mask, T=T, S=S):
         live = (lse > -jnp.inf).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)

@@ -22,28 +22,26 @@ from jax import lax
 
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
-    BY_ROW,
     CHUNK,
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
     LOG2_E,
     Pieces,
     along_columns,
-    along_rows,
     hopper_kernel,
     i32,
-    load_global,
     load_pieces,
-    row_ids,
+    slot_of,
     smem_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
-from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, Visits
+from jflash.backends.mosaic_gpu.visits import TileVisits, Visits
 from jflash.backends.protocol import Operands
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.varying import result_struct
 from jflash.problem import Problem
 
 WARPGROUPS = 2
-_COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
 
 
 class Steps:
@@ -70,7 +68,7 @@ class Steps:
         return self.slot_of(self.index(g, t))
 
     def slot_of(self, index: Any) -> Any:
-        return lax.rem(i32(index), i32(self._stages))
+        return slot_of(index, self._stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Block:
     Attributes:
       b, kv_head, k_at, tile: batch row, key/value head, first key, and the number of the tile of keys.
       visits, steps: which tiles of queries.
-      mask_refs: the values of the mask.
+      mask_refs: the mask's operands.
       s: scratch memory and barriers, by name.
       dq, dk, dv: results in global memory; dq is None where another kernel computes it.
     """
@@ -117,7 +115,6 @@ class BackwardKernel(abc.ABC):
         lengths = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
         self.visits = TileVisits(TileMap(mask=operands.mask, transpose=True, **lengths), parts=1)
-        self.mask_values = MaskValues(operands.mask, **lengths)
 
     @property
     def dq_columns(self) -> int:
@@ -143,27 +140,24 @@ class BackwardKernel(abc.ABC):
           dq_ref: (B N, T rounded up, dq_columns) float32, has dq added to it; None where `with_dq` is off.
         """
         problem, stages, dtype, barrier = self.problem, self.stages, self.problem.dtype, plgpu.Barrier
-        visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
-        # Ids of queries for the mask: an iota along columns, computed outside of the loop by LLVM, spilled.
         query_ids = jnp.arange(self.block_q, dtype=jnp.int32)
         dq_refs = (dq_ref,) if self.with_dq else ()
 
         def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
-            visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
-            mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
+            mask_refs, refs = self.visits.take(refs)
             dq_g, (dk_g, dv_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
-            block = self._block(visit_refs, mask_refs, types.SimpleNamespace(**scratch), dq_g, dk_g, dv_g)
+            block = self._block(mask_refs, types.SimpleNamespace(**scratch), dq_g, dk_g, dv_g)
             warpgroup = lax.axis_index("warpgroup")
 
             @pl.when(warpgroup < WARPGROUPS)
             def _():
-                plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+                plgpu.set_max_registers(COMPUTE_REGISTERS[WARPGROUPS], action="increase")
                 plgpu.barrier_wait(block.s.kv_full)
                 self._compute(block, warpgroup)
 
             @pl.when(warpgroup == WARPGROUPS)
             def _():
-                plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+                plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
         dk, dv = hopper_kernel(
@@ -189,14 +183,14 @@ class BackwardKernel(abc.ABC):
                 **self._scratch(),
             },
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
-        )(*self.operands[:3], d_out, *statistics, query_ids, *visit_arrays, *mask_arrays, *dq_refs)
+        )(*self.operands[:3], d_out, *statistics, query_ids, *self.visits.operands(), *dq_refs)
         return dk, dv
 
-    def _block(self, visit_refs, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
+    def _block(self, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
         index, rows = lax.axis_index("block"), i32(self.visits.rows)
         tile, head = lax.rem(index, rows), lax.div(index, rows)
         b, kv_head = lax.div(head, i32(self.problem.K)), lax.rem(head, i32(self.problem.K))
-        visits = self.visits.of_row(visit_refs, b=b, row=tile, part=i32(0))
+        visits = self.visits.of_row(mask_refs, b=b, row=tile, part=i32(0))
         steps = Steps(visits, group=self.problem.group, stages=self.stages)
         return Block(b, kv_head, tile * self.block_k, tile, visits, steps, mask_refs, scratch, dq_g, dk_g, dv_g)
 
@@ -252,14 +246,9 @@ class BackwardKernel(abc.ABC):
         queries = pl.ds(q_from, shape[1])
 
         def masked(x):
-            allowed = self.mask_values.allowed(
-                block.mask_refs,
-                q=along_columns(plgpu.load(block.s.ids.at[queries], layout=BY_COLUMN) + q_at, shape),
-                k=row_ids(shape) + k_at,
-                b=block.b,
-                load_q=lambda ref: along_columns(load_global(ref, q_at + q_from, shape[1], layout=BY_COLUMN), shape),
-                load_k=lambda ref: along_rows(load_global(ref, k_at, shape[0], layout=BY_ROW), shape),
-            )
+            ids = plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
+            place = {"b": block.b, "q_at": q_at + q_from, "k_at": k_at}
+            allowed = self.visits.allowed(block.mask_refs, ids, **place, shape=shape)
             return jnp.where(allowed, x, -jnp.inf)
 
         start = along_columns(plgpu.load(block.s.rows.at[slot, 0, queries], layout=BY_COLUMN), shape)

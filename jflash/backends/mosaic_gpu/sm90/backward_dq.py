@@ -24,29 +24,27 @@ from jaxtyping import Array, Float
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
     LOG2_E,
     WARPGROUP_ROWS,
     Pieces,
-    along_columns,
     along_rows,
     hopper_kernel,
     i32,
     load_global,
     load_pieces,
     opaque,
-    row_ids,
+    slot_of,
     smem_pieces,
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import DqTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, head_and_row
+from jflash.backends.mosaic_gpu.visits import TileVisits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.varying import result_struct
 from jflash.problem import Problem
-
-# Registers of a thread: 64 Ki of them over the three warpgroups of a block.
-_COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
 
 
 def dq(
@@ -65,9 +63,7 @@ def dq(
         to a multiple of `DqTiles.block_q`.
       d_out: with 0 at queries that see no key.
     """
-    # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
-    with jax.enable_x64(False):
-        return _Dq(problem, tiles.backward_dq, operands)(statistics, d_out)
+    return _Dq(problem, tiles.backward_dq, operands)(statistics, d_out)
 
 
 class _Dq:
@@ -79,21 +75,16 @@ class _Dq:
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
         self.visits = TileVisits(TileMap(mask=operands.mask, **sizes), parts=tiles.warpgroups)
-        self.mask_values = MaskValues(operands.mask, **sizes)
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array) -> jax.Array:
         problem, tiles = self.problem, self.tiles
-        visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
         dtype, warpgroups, barrier = problem.dtype, tiles.warpgroups, plgpu.Barrier
-        # Values of each column of a tile, for the mask: LLVM would compute an iota outside of the loop, where it takes
-        # registers that there are none of.
         column_ids = jnp.arange(self.block_k, dtype=jnp.int32)
 
         def kernel(q_g, k_g, v_g, d_out_g, start_g, d_start_g, ids_g, *refs):
-            visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
-            mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
-            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), visit_refs, mask_refs, *refs)
+            mask_refs, refs = self.visits.take(refs)
+            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), mask_refs, *refs)
 
         def staged(stages: int, pieces: Pieces) -> tuple[Any, Any, Any]:
             """Tiles in shared memory, and for each a barrier for when it is there and one for when it has been read."""
@@ -124,18 +115,9 @@ class _Dq:
                 (plgpu.SMEM((self.block_k,), jnp.int32), barrier()),
             ],
             kernel_name="jflash_backward_dq_sm90",
-        )(
-            self.operands.q,
-            self.operands.k,
-            self.operands.v,
-            d_out,
-            *statistics,
-            column_ids,
-            *visit_arrays,
-            *mask_arrays,
-        )
+        )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands())
 
-    def _body(self, inputs, visit_refs, mask_refs, dq_g, q, d_out, k, v, ids) -> None:
+    def _body(self, inputs, mask_refs, dq_g, q, d_out, k, v, ids) -> None:
         q_g, k_g, v_g, d_out_g, statistics, ids_g = inputs
         ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
         warpgroups = self.tiles.warpgroups
@@ -143,12 +125,12 @@ class _Dq:
         head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
         b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
         part = lax.min(warpgroup, i32(warpgroups - 1))
-        visits = self.visits.of_row(visit_refs, b=b, row=row, part=part)
+        visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)
         queries = {"b": b, "rows": WARPGROUP_ROWS, "head": n}
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
             q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
             # minus lse / scale, and minus delta
             starts = [load_global(statistic.at[b, n], q_at, WARPGROUP_ROWS, layout=BY_ROW) for statistic in statistics]
@@ -168,7 +150,7 @@ class _Dq:
 
         @pl.when(warpgroup == warpgroups)
         def _load():
-            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
             resident = (q_g, q_tma, self.qk, q_full), (d_out_g, d_out_tma, self.vo, d_out_full)
             for source, smem, pieces, full in resident:
                 for w in range(warpgroups):
@@ -188,11 +170,11 @@ class _Dq:
         def load(i, stages, pieces, source, smem, full, _):
             @pl.when(i < visits.count)
             def _():
-                slot, at = _slot(i, stages), visits.column(i) * self.block_k
+                slot, at = slot_of(i, stages), visits.column(i) * self.block_k
                 load_pieces(source, pieces.refs(smem[0].at[slot]), full.at[slot], row=at, rows=self.block_k, **place)
 
         def refill(i, stages, *of):
-            plgpu.barrier_wait(of[-1].at[_slot(i, stages)])
+            plgpu.barrier_wait(of[-1].at[slot_of(i, stages)])
             load(i + stages, stages, *of)
 
         for i in range(max(k_stages, v_stages)):
@@ -218,7 +200,7 @@ class _Dq:
 
         @pl.loop(0, visits.count)
         def _(i):
-            k_slot, v_slot = _slot(i, k_stages), _slot(i, v_stages)
+            k_slot, v_slot = slot_of(i, k_stages), slot_of(i, v_stages)
             # Without it ptxas 13.0 spills 264 bytes at H = Hv = 256, with it nothing.
             own, zero = opaque(warpgroup, 0)
             v_slot = v_slot + zero
@@ -254,18 +236,8 @@ class _Dq:
 
         def masked():
             k_at = column * self.block_k
-            allowed = self.mask_values.allowed(
-                mask_refs,
-                q=row_ids(shape) + q_at,
-                k=along_columns(plgpu.load(ids_s, layout=BY_COLUMN) + k_at, shape),
-                b=b,
-                load_q=lambda ref: along_rows(load_global(ref, q_at, WARPGROUP_ROWS, layout=BY_ROW), shape),
-                load_k=lambda ref: along_columns(load_global(ref, k_at, self.block_k, layout=BY_COLUMN), shape),
-            )
+            ids = plgpu.load(ids_s, layout=BY_COLUMN)
+            allowed = self.visits.allowed(mask_refs, ids, b=b, q_at=q_at, k_at=k_at, shape=shape)
             return jnp.where(allowed, start, -jnp.inf)
 
         return lax.cond(visits.is_partial(i, column), masked, lambda: start)
-
-
-def _slot(i: Any, stages: int) -> Any:
-    return lax.rem(i32(i), i32(stages))

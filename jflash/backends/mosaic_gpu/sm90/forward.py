@@ -19,25 +19,25 @@ from jax import lax
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
     LOG2_E,
     WARPGROUP_ROWS,
     NoTurns,
     Pieces,
     Turns,
-    along_columns,
     along_rows,
     any_row,
     hopper_kernel,
     i32,
-    load_global,
     load_pieces,
     opaque,
-    row_ids,
+    slot_of,
     smem_pieces,
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import MaskValues, TileVisits, head_and_row
+from jflash.backends.mosaic_gpu.visits import TileVisits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
@@ -50,16 +50,13 @@ from jflash.problem import Problem
 _RESCALE_LOG2 = 8.0
 # Columns of a tile that are masked at a time.
 _MASK_COLUMNS = 32
-# Registers of a thread, by warpgroups that compute: 64 Ki of them over all threads of a block.
-_COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
-_LOAD_REGISTERS = {1: 24, 2: 24, 3: 32}
 
 
 def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attended:
     """Out and lse of one problem; see the top of this module."""
     q, k, v, _, mask = operands
     # K of dead keys only makes logits that the mask replaces; V is multiplied by weights of 0, and 0 times NaN is NaN.
-    v = zero_dead_keys(v, mask, T=problem.T, S=problem.S)
+    (v,) = zero_dead_keys(v, mask=mask, T=problem.T, S=problem.S)
     # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         out, lse = _Forward(problem, tiles, operands)(q, k, v)
@@ -80,26 +77,19 @@ class _Forward:
         self.logit_scale_log2 = problem.scale * LOG2_E
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
-        self.mask_values = MaskValues(
-            operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k
-        )
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
-        visit_arrays, mask_arrays = self.visits.operands(), self.mask_values.operands()
         rows = self.visits.rows
         dtype, stages, warpgroups = problem.dtype, tiles.stages, tiles.warpgroups
-        # Values of each column of a tile, for the mask: LLVM would compute an iota outside of the loop, where it takes
-        # 17 to 24 registers.
         column_ids = jnp.arange(_MASK_COLUMNS, dtype=jnp.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
         def kernel(q_g, k_g, v_g, ids_g, *refs):
-            visit_refs, refs = refs[: len(visit_arrays)], refs[len(visit_arrays) :]
-            mask_refs, refs = refs[: len(mask_arrays)], refs[len(mask_arrays) :]
-            self._body((q_g, k_g, v_g, ids_g), visit_refs, mask_refs, *refs)
+            mask_refs, refs = self.visits.take(refs)
+            self._body((q_g, k_g, v_g, ids_g), mask_refs, *refs)
 
         out, lse = hopper_kernel(
             kernel,
@@ -132,11 +122,11 @@ class _Forward:
                 barrier(num_arrivals=warpgroups),
             ],
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, column_ids, *visit_arrays, *mask_arrays)
+        )(q, k, v, column_ids, *self.visits.operands())
         return out, lse
 
     def _body(
-        self, inputs, visit_refs, mask_refs, out_g, lse_g, q_s, k_s, v_s, lse_s, ids_s,
+        self, inputs, mask_refs, out_g, lse_g, q_s, k_s, v_s, lse_s, ids_s,
         q_full, k_full, v_full, k_free, v_free, turns, ids_full, q_read,
     ):  # fmt: skip
         q_g, k_g, v_g, ids_g = inputs
@@ -146,11 +136,11 @@ class _Forward:
         head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
         b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
         part = lax.min(warpgroup, i32(warpgroups - 1))
-        visits = self.visits.of_row(visit_refs, b=b, row=row, part=part)
+        visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
             q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
             if self.visits.is_masked:
                 plgpu.barrier_wait(ids_full)
@@ -194,7 +184,7 @@ class _Forward:
 
         @pl.when(warpgroup == warpgroups)
         def _load():
-            plgpu.set_max_registers(_LOAD_REGISTERS[warpgroups], action="decrease")
+            plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
             for w in range(warpgroups):
                 place = {"b": b, "row": row * self.block_q + w * WARPGROUP_ROWS, "rows": WARPGROUP_ROWS, "head": n}
                 load_pieces(q_g, self.qk.refs(q_tma.at[w]), q_full.at[w], **place)
@@ -241,7 +231,7 @@ class _Forward:
                 plgpu.barrier_wait(free.at[self._slot(visits.count - last + i)])
 
     def _slot(self, i: Any) -> Any:
-        return lax.rem(i32(i), i32(self.tiles.stages))
+        return slot_of(i, self.tiles.stages)
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
@@ -352,14 +342,7 @@ class _Forward:
             shape = (WARPGROUP_ROWS, _MASK_COLUMNS)
             k_at = column * self.block_k + at
             ids = plgpu.load(ids_s, layout=BY_COLUMN)
-            allowed = self.mask_values.allowed(
-                mask_refs,
-                q=row_ids(shape) + q_at,
-                k=along_columns(ids + k_at, shape),
-                b=b,
-                load_q=lambda ref: along_rows(load_global(ref, q_at, WARPGROUP_ROWS, layout=BY_ROW), shape),
-                load_k=lambda ref: along_columns(load_global(ref, k_at, _MASK_COLUMNS, layout=BY_COLUMN), shape),
-            )
+            allowed = self.visits.allowed(mask_refs, ids, b=b, q_at=q_at, k_at=k_at, shape=shape)
             part = lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _MASK_COLUMNS))
             return jnp.where(allowed, part, -jnp.inf)
 

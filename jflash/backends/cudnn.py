@@ -49,12 +49,12 @@ def _supports(problem: Problem, hardware: Hardware) -> str | None:
     if p.H % 8 or p.H > most:
         major, minor = capability
         return f"cuDNN takes head dims that are multiples of 8 up to {most} on {major}.{minor}, the head dim is H={p.H}"
-    if p.T % 2 or p.S % 2:
-        # JAX puts an empty bias where there is none, and then wants what a bias needs (seen on an H200).
-        return f"JAX hands cuDNN only even lengths where a backward pass may follow, they are T={p.T} and S={p.S}"
     pattern = {} if p.is_empty else _pattern(p.mask, p.T, p.S)
     if isinstance(pattern, str):
         return pattern
+    if p.T % 2 or p.S % 2:
+        # JAX puts an empty bias where there is none, and then wants what a bias needs (seen on an H200).
+        return f"JAX hands cuDNN only even lengths where a backward pass may follow, they are T={p.T} and S={p.S}"
     here = _gpu_here()
     if here is None or here.compute_capability != capability:
         # Not cuDNN's doing: JAX asks for its version, and for the capability of the device, while it traces the call.

@@ -15,10 +15,10 @@ _MODULES = {
     "reference": "jflash.backends.reference",
 }
 
-# The order of "auto" on each lowering platform. On CUDA our kernels come first. `cudnn` is to come behind them, many
-# times faster than a scan, once the contract has passed with it on a GPU. `xla` is everywhere the last: it takes every
-# problem. `reference` is in no order: its memory grows with T x S, which nobody should get unasked.
-_AUTO: dict[str, tuple[str, ...]] = {"cuda": ("mosaic_gpu",)}
+# The order of "auto" on each lowering platform. On CUDA our kernels come first, and `cudnn` where none of them takes
+# the call: many times faster than a scan. `xla` is everywhere the last: it takes every problem. `reference` is in no
+# order: its memory grows with T x S, which nobody should get unasked.
+_AUTO: dict[str, tuple[str, ...]] = {"cuda": ("mosaic_gpu", "cudnn")}
 AUTO_ANYWHERE = ("xla",)
 
 _registered: dict[str, Backend] = {}

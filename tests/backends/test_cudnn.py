@@ -149,13 +149,14 @@ def test_a_gpu_that_is_not_here(monkeypatch):
     assert jflash.explain(*structs(), hardware="h200").plan.backend != "xla"
 
 
-def test_auto_does_not_take_it_yet(gpu_here):
+def test_auto_takes_it_where_no_kernel_of_ours_runs(gpu_here):
     gpu_here("a100")
     explanation = jflash.explain(*structs(), hardware="a100")
-    assert explanation.order == ("mosaic_gpu", "xla")
-    assert explanation.plan.backend == "xla"
-    assert explanation.refusals["cudnn"].startswith("runs only where asked for by name")
-    assert jflash.explain(*structs(), hardware="a100", backend="cudnn").plan.backend == "cudnn"
+    assert explanation.order == ("mosaic_gpu", "cudnn", "xla")
+    assert explanation.plan.backend == "cudnn"
+    assert explanation.refusals["xla"] == "cudnn comes before it on cuda"
+    gpu_here("h200")
+    assert jflash.explain(*structs(), hardware="h200").plan.backend == "mosaic_gpu"
 
 
 # What JAX is told, in programs lowered for CUDA. There is no cuDNN here, so JAX is told a version of it.

@@ -68,6 +68,32 @@ def test_lengths(T, S):
     assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
 
 
+@pytest.mark.parametrize(
+    "B, T, H, dtype, mask",
+    [
+        (32, 77, 64, "bfloat16", Causal()),
+        (4, 333, 40, "float16", SlidingWindow(70, 9)),
+        (3, 640, 64, "bfloat16", Full()),
+        (2, 1024, 128, "bfloat16", Causal()),
+        (4, 333, 128, "float16", Causal(offset=-40)),
+        (1, 2061, 128, "bfloat16", Full()),
+    ],
+)
+def test_blocks_that_share_the_rows_of_tiles(B, T, H, dtype, mask):
+    workload = Workload(name="", B=B, T=T, N=24, K=8, H=H, dtype=dtype, mask=mask)
+    inputs = random_inputs(workload)
+    attention = attention_of(workload, backend="mosaic_gpu")
+    shapes = [jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (24, 8, 8)]
+    assert jflash.explain(*shapes, mask=mask, backend="mosaic_gpu").plan.tiles.forward.blocks is not None
+    rows = measure(
+        compute(attention, inputs),
+        truth=truth_of(workload, inputs),
+        plain=plain_of(workload, inputs),
+        dtype=dtype,
+    )
+    assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
 @pytest.mark.parametrize("H, mask", [(64, "causal"), (128, "full"), (128, "documents"), (256, "window")])
 def test_deterministic_gradients_are_bit_equal_over_20_runs(H, mask):
     # Large enough that all multiprocessors work at once; the ids are the same in each batch row.

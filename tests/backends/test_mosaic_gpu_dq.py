@@ -105,9 +105,10 @@ def test_any_number_of_stages(changed):
     assert_right(Workload(name="stages", dtype="bfloat16", B=1, T=128, S=600, N=1, K=1, H=64), **changed)
 
 
-def test_head_groups():
-    w = Workload(name="heads", dtype="bfloat16", B=1, T=150, S=100, N=4, K=2, H=64, mask=Causal())
-    assert_right(w, head_group=2)
+@pytest.mark.parametrize(("N", "K", "head_group"), [(4, 2, 2), (3, 1, 8)])
+def test_head_groups(N, K, head_group):
+    w = Workload(name="heads", dtype="bfloat16", B=1, T=150, S=100, N=N, K=K, H=64, mask=Causal())
+    assert_right(w, head_group=head_group)
 
 
 @pytest.mark.parametrize(("H", "Hv"), [(8, 8), (80, 80), (192, 128), (72, 200), (256, 192), (256, 256)])

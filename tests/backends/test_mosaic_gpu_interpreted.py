@@ -144,23 +144,34 @@ def test_deterministic_gradients_are_right_and_without_races(workload):
 # Tiles that are no default, each on lengths that visit more tiles than there are stages.
 FORWARD = workload("forward", mask=Causal(offset=140), T=70, S=300, N=2)
 WIDE_FORWARD = workload("wide_forward", mask=Causal(offset=140), T=70, S=300, H=128)
+SHARED_FORWARD = workload(
+    "shared_forward", mask=Causal(offset=140) & Lengths(kv=np.array([300, 0], np.int32)), B=2, T=270, S=300, N=2
+)
+THREE_HEADS = workload("three_heads", mask=Causal(), T=150, N=3)
 FORWARD_TILES = [
     (FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 1}),
-    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "ping_pong": True, "head_group": 2}),
-    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 4, "ping_pong": False, "pin_wait": False}),
-    (FORWARD, {"warpgroups": 3, "block_k": 64, "stages": 2, "ping_pong": True, "pin_wait": True}),
-    (WIDE_FORWARD, {"block_k": 192, "stages": 1, "ping_pong": False}),
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "head_group": 2}),
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 4, "pin_wait": False}),
+    (FORWARD, {"warpgroups": 3, "block_k": 64, "stages": 2, "pin_wait": True}),
+    (WIDE_FORWARD, {"block_k": 192, "stages": 1}),
+    # Each block takes several rows of tiles, of heads with and without keys.
+    (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "blocks": 3, "head_group": 2}),
+    (SHARED_FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 2, "blocks": 2}),
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 2, "blocks": 132}),
+    # Three heads, as a device of a mesh may have them, where eight would stand side by side.
+    (THREE_HEADS, {"warpgroups": 2, "block_k": 64, "head_group": 8}),
     (WIDE_FORWARD, {"block_k": 256, "stages": 1}),
 ]
 BACKWARD = workload("backward", mask=Causal(offset=-70), T=300, S=70)
 GROUPED = workload("grouped", mask=SlidingWindow(90, 20), T=200, S=70, N=2, H=128)
 WIDE = workload("wide_backward", mask=Causal(offset=-70), T=200, S=70, H=136, Hv=64)
 BACKWARD_TILES = [
-    (BACKWARD, {"block_q": 64, "block_k": 128, "stages": 1, "dk_in_flight": False}),
-    (BACKWARD, {"block_q": 64, "block_k": 128, "stages": 2, "dk_in_flight": True}),
-    (BACKWARD, {"block_q": 128, "block_k": 128, "stages": 1, "dk_in_flight": False}),
-    (GROUPED, {"block_q": 64, "stages": 2, "dk_in_flight": True}),
-    (WIDE, {"stages": 2}),
+    (BACKWARD, {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
+    (BACKWARD, {"block_q": 64, "block_k": 128, "do_stages": 1, "dk_in_flight": True}),
+    (BACKWARD, {"block_q": 128, "block_k": 128, "q_stages": 1, "dk_in_flight": False}),
+    (GROUPED, {"block_q": 64, "dk_in_flight": True}),
+    (WIDE, {"do_stages": 2}),
+    (WIDE, {"q_stages": 1}),
 ]
 
 
@@ -315,11 +326,9 @@ def test_a_policy_that_saves_the_published_names_runs_the_forward_kernel_once(na
 
 # What interpretation cannot take --------------------------------------------------------------------------------------
 
-# What each switch replaces, in the words of the jaxpr: turns and vote of the forward kernel, exchange of the backward.
+# What each switch replaces, in the words of the jaxpr: the vote of the forward kernel, the exchange of the backward.
 SWITCHES = {
     "inline_ptx": {
-        (("barrier_wait",), ("add", "inline_mgpu")),
-        (("barrier_arrive",), ("add", "inline_mgpu")),
         (("reduce_max", "gt"), ("inline_mgpu", "ne")),
         (("wait_smem_to_gmem", "commit_smem", "barrier_arrive", "barrier_wait"), ("inline_mgpu", "inline_mgpu")),
     }
@@ -351,7 +360,7 @@ def test_with_a_switch_off_nothing_else_differs(switch):
     found = set()
     for H, deterministic in ((64, False), (128, True), (128, False), (256, False)):
         problem, _ = pose(workload("", mask=Causal(), T=256, H=H), deterministic=deterministic)
-        tiles = interpretable(problem, forward={"ping_pong": True})
+        tiles = interpretable(problem)
         for kernel, statistics in ((mosaic_gpu.forward, ()), (mosaic_gpu.backward, backward_shapes(problem))):
             off, on = (
                 equations(

@@ -76,10 +76,13 @@ def test_default_tiles_lower(kernel, H, Hv):
 
 ALLOWED: dict[str, dict[str, tuple]] = {
     "forward": {
-        "warpgroups": (1, 2, 3), "block_k": (64, 128, 192, 256), "stages": (1, 2, 3, 4), "ping_pong": (False, True),
-        "pin_wait": (False, True), "head_group": (1, 2, 4, 8, 16),
+        "warpgroups": (1, 2, 3), "block_k": (64, 128, 192, 256), "stages": (1, 2, 3, 4),
+        "pin_wait": (False, True), "head_group": (1, 2, 4, 8, 16), "blocks": (None, 1, 132),
     },
-    "backward": {"block_q": (64, 128), "block_k": (64, 128), "stages": (1, 2), "dk_in_flight": (False, True)},
+    "backward": {
+        "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
+        "dk_in_flight": (False, True),
+    },
     "backward_dq": {
         "block_k": (64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4), "head_group": (1, 2, 4, 8, 16),
     },
@@ -89,7 +92,8 @@ KERNEL_OF = {"forward": "forward", "backward": "backward", "backward_dq": "deter
 CONSTRAINTS = (
     r"block_k=128, half of them for each warpgroup",
     r"block_q=64 with H over 64",
-    r"dk_in_flight=True with stages=1",
+    r"dk_in_flight=True with q_stages=1",
+    r"blocks=\d+ with Hv != H",
 )
 
 
@@ -113,12 +117,12 @@ def assert_lowers_or_is_refused(w: Workload, tiles: str, changed: dict[str, Any]
 
 # Together they have every value of every field that fits at H=64.
 TOGETHER = [
-    ("forward", {"warpgroups": 1, "block_k": 64, "stages": 4, "ping_pong": False, "pin_wait": True, "head_group": 1}),
-    ("forward", {"warpgroups": 2, "block_k": 128, "stages": 3, "ping_pong": True, "pin_wait": False, "head_group": 2}),
-    ("forward", {"warpgroups": 3, "block_k": 192, "stages": 1, "ping_pong": True, "pin_wait": True, "head_group": 4}),
-    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "ping_pong": True, "pin_wait": False, "head_group": 8}),
-    ("backward", {"block_q": 64, "block_k": 128, "stages": 1, "dk_in_flight": False}),
-    ("backward", {"block_q": 128, "block_k": 128, "stages": 2, "dk_in_flight": True}),
+    ("forward", {"warpgroups": 1, "block_k": 64, "stages": 4, "pin_wait": True, "head_group": 1}),
+    ("forward", {"warpgroups": 2, "block_k": 128, "stages": 3, "pin_wait": False, "head_group": 2, "blocks": 1}),
+    ("forward", {"warpgroups": 3, "block_k": 192, "stages": 1, "pin_wait": True, "head_group": 4, "blocks": 132}),
+    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8}),
+    ("backward", {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
+    ("backward", {"block_q": 128, "block_k": 128, "q_stages": 2, "do_stages": 2, "dk_in_flight": True}),
     ("backward_dq", {"block_k": 64, "k_stages": 1, "v_stages": 4, "head_group": 1}),
     ("backward_dq", {"block_k": 128, "k_stages": 2, "v_stages": 1, "head_group": 2}),
     ("backward_dq", {"block_k": 64, "k_stages": 4, "v_stages": 2, "head_group": 4}),
@@ -152,10 +156,10 @@ def test_every_value_of_a_field_lowers_or_is_refused(tiles, field, value, H):
             r"ForwardTiles\(.*stages=4.*, 331952 bytes of shared memory, wanted at most 232448",
         ),
         (128, "backward_dq", {"k_stages": 4}, r"DqTiles\(.* bytes of shared memory, wanted at most 232448 bytes"),
-        (256, "backward", {"stages": 2}, r"BackwardTiles\(.* bytes of shared memory, wanted at most 232448 bytes"),
+        (256, "backward", {"do_stages": 2}, r"BackwardTiles\(.* bytes of shared memory, wanted at most 232448 bytes"),
         (64, "backward", {"block_k": 64}, CONSTRAINTS[0]),
-        (72, "backward", {"block_q": 128, "stages": 1}, CONSTRAINTS[1]),
-        (64, "backward", {"stages": 1, "dk_in_flight": True}, CONSTRAINTS[2]),
+        (72, "backward", {"block_q": 128, "q_stages": 1}, CONSTRAINTS[1]),
+        (64, "backward", {"q_stages": 1, "dk_in_flight": True}, CONSTRAINTS[2]),
     ],
 )
 def test_what_does_not_fit_says_which_tiles_and_why(H, tiles, changed, why):
@@ -163,6 +167,11 @@ def test_what_does_not_fit_says_which_tiles_and_why(H, tiles, changed, why):
         ArgumentError, match=f"`tiles`: found .*{why}" if why in CONSTRAINTS else f"`tiles`: found {why}"
     ):
         lowered(workload(H=H, mask=Causal()), KERNEL_OF[tiles], **{tiles: changed})
+
+
+def test_blocks_that_share_rows_of_tiles_need_equal_head_dims():
+    with pytest.raises(ArgumentError, match=f"`tiles`: found {CONSTRAINTS[3]}"):
+        lowered(workload(H=64, Hv=128, mask=Causal()), "forward", forward={"blocks": 132})
 
 
 def sizes_of(w: Workload, kernel: str, tiles: str, changed: dict[str, Any], monkeypatch) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, turns, votes."""
+"""What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, a vote."""
 
 import dataclasses
 import math
@@ -38,9 +38,8 @@ _TILE_ROWS = 8
 COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
 LOAD_REGISTERS = {1: 24, 2: 24, 3: 32}
 
-# Named barriers: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
-_FIRST_TURN_BARRIER = 5
-_SYNC_BARRIER = 9
+# A named barrier: Mosaic uses the first ones, bar.sync 0 to 4 (jax 0.11.2).
+_SYNC_BARRIER = 5
 
 
 # As Mosaic counts shared memory (JAX 0.11.2): each array starts at a multiple of this, barriers follow at the end.
@@ -101,6 +100,17 @@ def i32(x: Any) -> jax.Array:
 def slot_of(i: Any, stages: int) -> jax.Array:
     """Where the i-th tile lies among so many stages."""
     return lax.rem(i32(i), i32(stages))
+
+
+def see_releases(free: Any, *, stages: int, count: Any, first: Any = 0) -> None:
+    """Waits for the last release of each slot of a ring after `count` uses, so that no barrier is left in mid-phase.
+
+    `first` is the number of the first of its barriers.
+    """
+
+    @pl.loop(count - lax.min(i32(stages), count), count)
+    def _(i):
+        plgpu.barrier_wait(free.at[first + slot_of(i, stages)])
 
 
 def opaque(*indices: Any) -> tuple[jax.Array, ...]:
@@ -212,53 +222,6 @@ def along_columns(x: Any, shape: tuple[int, int]) -> jax.Array:
 def row_ids(shape: tuple[int, int]) -> jax.Array:
     """The row of each element of a tile."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-
-
-class Turns:
-    """Compute warpgroups take turns at issuing their matmuls, so that one computes its softmax while another's run.
-
-    The mbarriers of the scratch type `Turns.barriers` serve where `inline_ptx` is off; on an H200 named barriers cost
-    4 % less of the forward pass at H=128 (2026-11-29, study).
-    """
-
-    def __init__(self, barriers: Any, *, warpgroup: Any, warpgroups: int, inline_ptx: bool):
-        self._barriers = barriers
-        self._own, self._next = warpgroup, lax.rem(warpgroup + 1, i32(warpgroups))
-        self._inline_ptx = inline_ptx
-
-    @staticmethod
-    def barriers(warpgroups: int) -> plgpu.Barrier:
-        return plgpu.Barrier(num_barriers=warpgroups)
-
-    def wait(self) -> None:
-        if self._inline_ptx:
-            _named_barrier("sync", _FIRST_TURN_BARRIER + self._own)
-        else:
-            plgpu.barrier_wait(self._barriers.at[self._own])
-
-    def pass_on(self) -> None:
-        if self._inline_ptx:
-            _named_barrier("arrive", _FIRST_TURN_BARRIER + self._next)
-        else:
-            plgpu.barrier_arrive(self._barriers.at[self._next])
-
-
-class NoTurns:
-    """Warpgroups that issue whenever they are ready."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def pass_on(self) -> None:
-        """Nobody waits."""
-
-
-def _named_barrier(operation: str, barrier: Any) -> None:
-    @plgpu.inline_mgpu(arg_types=(_SPLAT,))
-    def bar(_, x):
-        mgpu_utils.inline_ptx(f"bar.{operation} $0, 256;", x.registers[()], has_side_effects=True)
-
-    bar(i32(barrier))
 
 
 @plgpu.inline_mgpu()

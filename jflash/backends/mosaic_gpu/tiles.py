@@ -4,11 +4,18 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
+
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
 from jflash.masks.tile_map import TileMap
 from jflash.problem import Problem
+
+HEAD_GROUPS = (1, 2, 4, 8, 16)
+# Keys up to which a row of tiles is short, so that loading its Q and storing its result are worth hiding: in general,
+# and where all rows take as many steps at head dims over 64.
+_SHORT, _SHORT_EVEN = 1024, 4096
 
 
 def _check(**found: tuple[object, tuple]) -> None:
@@ -26,9 +33,10 @@ class ForwardTiles:
       warpgroups: warpgroups that compute, of 64 queries each.
       block_k: keys of a tile.
       stages: tiles of K, and of V, that shared memory holds.
-      ping_pong: warpgroups take turns at issuing their matmuls.
       pin_wait: keeps the compiler from waiting for P V before the exponentials of the next tile.
       head_group: heads whose tiles run side by side, so that long tiles come first and K and V stay in the L2 cache.
+      blocks: blocks of threads that share all rows of tiles, each loading its next row while it computes; None is one
+        for each row.
 
     Raises:
       ArgumentError: a value that the kernel is not written for.
@@ -37,22 +45,29 @@ class ForwardTiles:
     warpgroups: int
     block_k: int
     stages: int = 2
-    ping_pong: bool = True
     pin_wait: bool = True
     head_group: int = 1
+    blocks: int | None = None
 
     def __post_init__(self):
         _check(
             warpgroups=(self.warpgroups, (1, 2, 3)),
             block_k=(self.block_k, (64, 128, 192, 256)),
             stages=(self.stages, (1, 2, 3, 4)),
-            head_group=(self.head_group, (1, 2, 4, 8, 16)),
+            head_group=(self.head_group, HEAD_GROUPS),
         )
+        if self.blocks is not None and self.blocks < 1:
+            raise ArgumentError("tiles", found=f"blocks={self.blocks}", wanted="None or at least 1")
 
     @property
     def block_q(self) -> int:
         """Queries of a block of threads."""
         return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def q_stages(self) -> int:
+        """Tiles of Q that shared memory holds for each warpgroup: a second one for the next row of tiles."""
+        return 1 if self.blocks is None else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +77,7 @@ class BackwardTiles:
     Attributes:
       block_q: queries of a step.
       block_k: keys of a block of threads.
-      stages: tiles of Q, and of dO, that shared memory holds.
+      q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
       dk_in_flight: dK of a step is awaited in the next one.
 
     Raises:
@@ -71,18 +86,20 @@ class BackwardTiles:
 
     block_q: int
     block_k: int = 128
-    stages: int = 2
+    q_stages: int = 2
+    do_stages: int = 2
     dk_in_flight: bool = False
 
     def __post_init__(self):
         _check(
             block_q=(self.block_q, (64, 128)),
             block_k=(self.block_k, (64, 128)),
-            stages=(self.stages, (1, 2)),
+            q_stages=(self.q_stages, (1, 2)),
+            do_stages=(self.do_stages, (1, 2)),
         )
-        if self.dk_in_flight and self.stages == 1:
+        if self.dk_in_flight and self.q_stages == 1:
             # The slot of a step's Q is free in the next step, which would wait for its own Q there forever.
-            raise ArgumentError("tiles", found="dk_in_flight=True with stages=1", wanted="stages=2 with it")
+            raise ArgumentError("tiles", found="dk_in_flight=True with q_stages=1", wanted="q_stages=2 with it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +125,7 @@ class DqTiles:
             block_k=(self.block_k, (64, 128)),
             k_stages=(self.k_stages, (1, 2, 3, 4)),
             v_stages=(self.v_stages, (1, 2, 3, 4)),
-            head_group=(self.head_group, (1, 2, 4, 8, 16)),
+            head_group=(self.head_group, HEAD_GROUPS),
         )
 
     @property
@@ -129,8 +146,8 @@ class HopperTiles:
     Attributes:
       forward, backward: of each kernel.
       backward_dq: of the one that computes dq where gradients must be deterministic.
-      inline_ptx: named barriers and votes of a warp; off, mbarriers and votes of a warpgroup do the same more slowly,
-        and the kernels run in Pallas' interpretation of GPU kernels.
+      inline_ptx: a named barrier and votes of a warp; off, an mbarrier and votes of a warpgroup do the same more
+        slowly, and the kernels run in Pallas' interpretation of GPU kernels.
     """
 
     forward: ForwardTiles
@@ -152,32 +169,70 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 128 else 2) if masked else 1
+    head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 64 else 2) if masked else 1
+    forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     return HopperTiles(
-        forward=_forward_tiles(H, Hv, masked=masked, has_lists=has_lists, head_group=head_group),
-        backward=_backward_tiles(max(H, Hv), has_lists=has_lists),
+        forward=forward or _forward_tiles(H, Hv, masked=masked, has_lists=has_lists, head_group=head_group),
+        backward=_backward_tiles(H, Hv, has_lists=has_lists),
         backward_dq=_dq_tiles(H, Hv, head_group=head_group),
     )
+
+
+def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
+    """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles."""
+    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q.
+    if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
+        return None
+    # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
+    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 else 2
+    tiles = ForwardTiles(warpgroups=warpgroups, block_k=128, pin_wait=masked or H > 64, blocks=sm_count)
+    sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
+    tile_map = TileMap(mask=problem.mask.mask, **sizes)
+    heads = problem.B * problem.N
+    run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
+    steps = np.broadcast_to(np.maximum(run.stop - run.start, 1), (tile_map.rows,))
+    # Long rows of unlike length the hardware hands out better than any fixed order does.
+    is_short = problem.S <= (_SHORT_EVEN if H > 64 and steps.min() == steps.max() else _SHORT)
+    if not is_short or heads * tile_map.rows <= sm_count:
+        return None
+    return dataclasses.replace(tiles, head_group=_even_head_group(steps, heads=heads, blocks=sm_count))
+
+
+def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
+    """The head group with which the block that has most to do has least: blocks take every `blocks`-th row of tiles.
+
+    Args:
+      steps: of each row of tiles of a head.
+    """
+    rows = len(steps)
+
+    def most_steps(group: int) -> float:
+        place = np.arange(heads * rows)
+        row = rows - 1 - place // group % rows
+        return np.bincount(place % blocks, weights=steps[row]).max()
+
+    return min((group for group in HEAD_GROUPS if heads % group == 0), key=most_steps)
 
 
 def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, head_group: int) -> ForwardTiles:
     if max(H, Hv) <= 64:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
         block_k, stages = (64, 3) if has_lists else (128, 2)
-        options = {"stages": stages, "ping_pong": False, "pin_wait": masked, "head_group": head_group}
-        return ForwardTiles(warpgroups=3, block_k=block_k, **options)
+        return ForwardTiles(warpgroups=3, block_k=block_k, stages=stages, pin_wait=masked, head_group=head_group)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
     block_k = 128 if Hv <= 128 and H <= 192 else 64
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(widest: int, *, has_lists: bool) -> BackwardTiles:
+def _backward_tiles(H: int, Hv: int, *, has_lists: bool) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0).
-    if widest <= 64 and not has_lists:
+    if max(H, Hv) <= 64 and not has_lists:
         return BackwardTiles(block_q=128, dk_in_flight=True)
-    if widest <= 128:
+    if max(H, Hv) <= 128:
         return BackwardTiles(block_q=64)
-    return BackwardTiles(block_q=64, block_k=64, stages=1)
+    # At H = Hv = 256 shared memory has no room for a second dO. Its slot is free after the first of the three matmuls
+    # that follow the softmax, that of Q after the last.
+    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if H + Hv <= 384 else 1)
 
 
 def _dq_tiles(H: int, Hv: int, *, head_group: int) -> DqTiles:

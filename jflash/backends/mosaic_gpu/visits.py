@@ -1,6 +1,7 @@
 """Which tiles a block of threads visits, inside a kernel: `TileMap` in either of its forms behind one record."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -151,12 +152,14 @@ def _row_of(ref: Any, b: Any) -> Any:
     return b if ref.shape[0] > 1 else i32(0)
 
 
-def head_and_row(block: Any, *, rows: int, head_group: int) -> tuple[Any, Any]:
+def head_and_row(block: Any, *, rows: int, heads: int, head_group: int) -> tuple[Any, Any]:
     """The head, counted over all batch rows, and the row of tiles of a block of threads.
 
     The last rows, the longest of a causal mask, come first; `head_group` heads stand side by side, so that their keys
-    and values stay in the L2 cache.
+    and values stay in the L2 cache. Where a mesh or `jax.vmap` leaves a number of heads that it does not divide, the
+    largest that divides both is taken.
     """
+    head_group = math.gcd(head_group, heads)
     rest = lax.div(block, i32(head_group))
     head = lax.rem(block, i32(head_group)) + lax.div(rest, i32(rows)) * head_group
     return head, rows - 1 - lax.rem(rest, i32(rows))

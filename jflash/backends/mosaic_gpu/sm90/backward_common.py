@@ -31,6 +31,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     hopper_kernel,
     i32,
     load_pieces,
+    see_releases,
     slot_of,
     smem_pieces,
 )
@@ -47,8 +48,8 @@ WARPGROUPS = 2
 class Steps:
     """The steps of a block of threads: the visits of each query head of the group, one head after the other."""
 
-    def __init__(self, visits: Visits, *, group: int, stages: int):
-        self._visits, self._group, self._stages = visits, group, stages
+    def __init__(self, visits: Visits, *, group: int):
+        self._visits, self._group = visits, group
         self.count = visits.count * group
 
     def loop(self, body: Callable[[Any, Any], None]) -> None:
@@ -63,12 +64,6 @@ class Steps:
 
     def index(self, g: Any, t: Any) -> Any:
         return t if self._group == 1 else g * self._visits.count + t
-
-    def slot(self, g: Any, t: Any) -> Any:
-        return self.slot_of(self.index(g, t))
-
-    def slot_of(self, index: Any) -> Any:
-        return slot_of(index, self._stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +105,8 @@ class BackwardKernel(abc.ABC):
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         self.problem, self.operands, self.with_dq = problem, operands, with_dq
         self.tiles, self.inline_ptx = tiles.backward, tiles.inline_ptx
-        self.block_q, self.block_k, self.stages = self.tiles.block_q, self.tiles.block_k, self.tiles.stages
+        self.block_q, self.block_k = self.tiles.block_q, self.tiles.block_k
+        self.q_stages, self.do_stages = self.tiles.q_stages, self.tiles.do_stages
         self.scale_log2 = problem.scale * LOG2_E
         lengths = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
@@ -139,7 +135,8 @@ class BackwardKernel(abc.ABC):
           d_out: the cotangent of out.
           dq_ref: (B N, T rounded up, dq_columns) float32, has dq added to it; None where `with_dq` is off.
         """
-        problem, stages, dtype, barrier = self.problem, self.stages, self.problem.dtype, plgpu.Barrier
+        problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
+        q_stages, do_stages = self.q_stages, self.do_stages
         query_ids = jnp.arange(self.block_q, dtype=jnp.int32)
         dq_refs = (dq_ref,) if self.with_dq else ()
 
@@ -171,15 +168,15 @@ class BackwardKernel(abc.ABC):
                 # dK and dV go where K and V were.
                 "k": plgpu.RefUnion(*smem_pieces((), self.block_k, self.qk, dtype)),
                 "v": plgpu.RefUnion(*smem_pieces((), self.block_k, self.vo, dtype)),
-                "q": plgpu.RefUnion(*smem_pieces((stages,), self.block_q, self.qk, dtype)),
-                "do": plgpu.RefUnion(*smem_pieces((stages,), self.block_q, self.vo, dtype)),
-                "rows": plgpu.SMEM((stages, 2, self.block_q), jnp.float32),
+                "q": plgpu.RefUnion(*smem_pieces((q_stages,), self.block_q, self.qk, dtype)),
+                "do": plgpu.RefUnion(*smem_pieces((do_stages,), self.block_q, self.vo, dtype)),
+                "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
-                "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=stages),
-                "do_full": barrier(num_arrivals=self.vo.count, num_barriers=stages),
-                "q_free": barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-                "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+                "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
+                "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
+                "q_free": barrier(num_arrivals=WARPGROUPS, num_barriers=q_stages),
+                "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=do_stages),
                 **self._scratch(),
             },
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
@@ -191,8 +188,12 @@ class BackwardKernel(abc.ABC):
         tile, head = lax.rem(index, rows), lax.div(index, rows)
         b, kv_head = lax.div(head, i32(self.problem.K)), lax.rem(head, i32(self.problem.K))
         visits = self.visits.of_row(mask_refs, b=b, row=tile, part=i32(0))
-        steps = Steps(visits, group=self.problem.group, stages=self.stages)
+        steps = Steps(visits, group=self.problem.group)
         return Block(b, kv_head, tile * self.block_k, tile, visits, steps, mask_refs, scratch, dq_g, dk_g, dv_g)
+
+    def _slots(self, i: Any) -> tuple[Any, Any]:
+        """Where Q and dO of the i-th step lie."""
+        return slot_of(i, self.q_stages), slot_of(i, self.do_stages)
 
     def _place(self, block: Block, g: Any, t: Any) -> tuple[Any, Any, Any]:
         """Of a step the query head, the first query, and whether its tile is partial."""
@@ -213,28 +214,23 @@ class BackwardKernel(abc.ABC):
         plgpu.copy_gmem_to_smem(ids_g, s.ids, s.kv_full)
 
         def step(g, t):
-            slot = steps.slot(g, t)
+            i = steps.index(g, t)
+            slot, do_slot = self._slots(i)
             head, q_at, _ = self._place(block, g, t)
             queries = {"b": block.b, "row": q_at, "rows": self.block_q, "head": head}
-            is_reused = steps.index(g, t) >= self.stages
 
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
+            pl.when(i >= self.q_stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
             load_pieces(q_g, self.qk.refs(tma.q.at[slot]), s.q_full.at[slot], **queries)
             for which, statistic in enumerate(statistics):
                 source = statistic.at[block.b, head, pl.ds(q_at, self.block_q)]
                 plgpu.copy_gmem_to_smem(source, s.rows.at[slot, which], s.q_full.at[slot])
 
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(s.do_free.at[slot]))
-            load_pieces(do_g, self.vo.refs(tma.do.at[slot]), s.do_full.at[slot], **queries)
+            pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
+            load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
 
         steps.loop(step)
-        # Every release is seen, so that no barrier is left in the middle of a phase.
-        last = lax.min(i32(self.stages), steps.count)
-
-        @pl.loop(0, last)
-        def _(i):
-            for free in (s.q_free, s.do_free):
-                plgpu.barrier_wait(free.at[steps.slot_of(steps.count - last + i)])
+        see_releases(s.q_free, stages=self.q_stages, count=steps.count)
+        see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
     # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
 

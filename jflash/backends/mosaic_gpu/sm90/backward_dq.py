@@ -122,7 +122,8 @@ class _Dq:
         ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
-        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
+        heads = {"heads": self.problem.B * self.problem.N, "head_group": self.tiles.head_group}
+        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, **heads)
         b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
         part = lax.min(warpgroup, i32(warpgroups - 1))
         visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)

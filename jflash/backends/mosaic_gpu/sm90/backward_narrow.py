@@ -20,6 +20,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     exchange,
     opaque,
+    slot_of,
     smem_tiles,
     store_pieces,
 )
@@ -50,9 +51,9 @@ class NarrowBackward(BackwardKernel):
         barrier, dtype = plgpu.Barrier, self.problem.dtype
         scratch = {"finished": barrier(num_arrivals=WARPGROUPS)}
         if self.with_dq:
-            scratch["ds"] = smem_tiles((self.stages, self.block_k, self.block_q), dtype)
+            scratch["ds"] = smem_tiles((self.q_stages, self.block_k, self.block_q), dtype)
             scratch["dq"] = smem_tiles((WARPGROUPS, WARPGROUP_ROWS, CHUNK), np.dtype(np.float32))
-            scratch["exchanged"] = barrier(num_arrivals=WARPGROUPS, num_barriers=self.stages)
+            scratch["exchanged"] = barrier(num_arrivals=WARPGROUPS, num_barriers=self.q_stages)
         return scratch
 
     def _compute(self, block: Block, warpgroup: Any) -> None:
@@ -65,7 +66,7 @@ class NarrowBackward(BackwardKernel):
             block.steps.loop(functools.partial(self._step, block, warpgroup, dk_refs, dv_refs))
             if self.tiles.dk_in_flight:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(s.q_free.at[block.steps.slot_of(block.steps.count - 1)])
+                plgpu.barrier_arrive(s.q_free.at[slot_of(block.steps.count - 1, self.q_stages)])
             return [ref[...] for ref in dk_refs], [ref[...] for ref in dv_refs]
 
         widths = [pieces.width for pieces in (self.qk, self.vo) for _ in range(pieces.count)]
@@ -89,7 +90,8 @@ class NarrowBackward(BackwardKernel):
         (_, k), (_, v), (_, q), (_, do) = s.k, s.v, s.q, s.do
         # Without it ptxas 13.0 spills 76 to 204 bytes at H=128 and, with grouped heads, 88 at H=64; with it nothing.
         own, g, t = opaque(warpgroup, g, t)
-        i, slot = steps.index(g, t), steps.slot(g, t)
+        i = steps.index(g, t)
+        slot, do_slot = self._slots(i)
         head, q_at, is_partial = self._place(block, g, t)
         own_rows = pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)
         k_at = block.k_at + warpgroup * WARPGROUP_ROWS
@@ -103,12 +105,12 @@ class NarrowBackward(BackwardKernel):
             dp_ref[...] = self._dp_start(block, slot, q_from=0, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, own_rows), self.qk.refs(q.at[slot])):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
-            plgpu.barrier_wait(s.do_full.at[slot])
-            for v_piece, do_piece in zip(self.vo.refs(v, own_rows), self.vo.refs(do.at[slot])):
+            plgpu.barrier_wait(s.do_full.at[do_slot])
+            for v_piece, do_piece in zip(self.vo.refs(v, own_rows), self.vo.refs(do.at[do_slot])):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
             logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
             if self.tiles.dk_in_flight:
-                pl.when(i > 0)(lambda: plgpu.barrier_arrive(s.q_free.at[steps.slot_of(i - 1)]))
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(s.q_free.at[slot_of(i - 1, self.q_stages)]))
             p = jnp.exp2(logits * self.scale_log2)
             return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
 
@@ -117,7 +119,7 @@ class NarrowBackward(BackwardKernel):
         ds16 = ds.astype(dtype)
         if self.with_dq:
             s.ds[slot, own_rows] = ds16
-        for dv_ref, do_piece in zip(dv_refs, self.vo.refs(do.at[slot])):
+        for dv_ref, do_piece in zip(dv_refs, self.vo.refs(do.at[do_slot])):
             plgpu.wgmma(dv_ref, p16, do_piece)
         if self.with_dq:
             exchange(s.exchanged.at[slot], inline_ptx=self.inline_ptx)
@@ -130,7 +132,7 @@ class NarrowBackward(BackwardKernel):
             for dk_ref, q_piece in zip(dk_refs, self.qk.refs(q.at[slot])):
                 plgpu.wgmma(dk_ref, ds16, q_piece)
             plgpu.wgmma_wait(len(dq_refs) + self.qk.count)
-            plgpu.barrier_arrive(s.do_free.at[slot])
+            plgpu.barrier_arrive(s.do_free.at[do_slot])
             return [plgpu.wgmma_accumulator_load(dq_ref, wait_n=self.qk.count) for dq_ref in dq_refs]
 
         dq_accumulators = [plgpu.ACC((WARPGROUP_ROWS, CHUNK), jnp.float32)] * self.with_dq

@@ -11,8 +11,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jflash.backends.mosaic_gpu.primitives import Pieces, opaque, smem_tiles, store_pieces
+from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, opaque, smem_tiles, store_pieces
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel, Block
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Operands
@@ -40,8 +41,7 @@ class WideBackward(BackwardKernel):
             "results_full": shared,
         }
         if self.with_dq:
-            half = self.dq_columns // WARPGROUPS
-            scratch["dq"] = smem_tiles((WARPGROUPS, self.block_q, half), np.dtype(np.float32))
+            scratch["dq"] = smem_tiles((WARPGROUPS, self.block_q, CHUNK), np.dtype(np.float32))
         return scratch
 
     def _compute(self, block: Block, warpgroup: Any) -> None:
@@ -78,7 +78,7 @@ class WideBackward(BackwardKernel):
         (_, k), (_, v), (_, q), (_, do) = s.k, s.v, s.q, s.do
         # Without it ptxas 13.0 spills 104 to 628 bytes at H=256.
         own, zero = opaque(warpgroup, 0)
-        slot = steps.slot(g, t) + zero
+        slot, do_slot = (each + zero for each in self._slots(steps.index(g, t)))
         head, q_at, is_partial = self._place(block, g, t)
         q_from = own * self.s_shape[1]
         own_queries = pl.ds(q_from, self.s_shape[1])
@@ -91,8 +91,8 @@ class WideBackward(BackwardKernel):
             dp_ref[...] = self._dp_start(block, slot, q_from=q_from, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, zero=zero), self.qk.refs(q.at[slot], own_queries)):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
-            plgpu.barrier_wait(s.do_full.at[slot])
-            for v_piece, do_piece in zip(self.vo.refs(v, zero=zero), self.vo.refs(do.at[slot], own_queries)):
+            plgpu.barrier_wait(s.do_full.at[do_slot])
+            for v_piece, do_piece in zip(self.vo.refs(v, zero=zero), self.vo.refs(do.at[do_slot], own_queries)):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
             p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count) * self.scale_log2)
             return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
@@ -107,28 +107,26 @@ class WideBackward(BackwardKernel):
         plgpu.barrier_wait(s.p_and_ds_full)
 
         def matmuls(*dq_refs):
-            for dv_ref, half in zip(dv_refs, self.vo.halves(do.at[slot], own)):
+            for dv_ref, half in zip(dv_refs, self.vo.halves(do.at[do_slot], own)):
                 plgpu.wgmma(dv_ref, s.p.at[zero].T, half)
             for dq_ref, half in zip(dq_refs, self.qk.halves(k, own, zero=zero)):
                 plgpu.wgmma(dq_ref, s.ds.at[zero], half)
             for dk_ref, half in zip(dk_refs, self.qk.halves(q.at[slot], own)):
                 plgpu.wgmma(dk_ref, s.ds.at[zero].T, half)
             plgpu.wgmma_wait(len(dq_refs) + len(dk_refs))
-            plgpu.barrier_arrive(s.do_free.at[slot])
+            plgpu.barrier_arrive(s.do_free.at[do_slot])
             return [plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(dk_refs)) for dq_ref in dq_refs]
 
         widths = [half.shape[-1] for half in self.qk.halves(k, warpgroup)] * self.with_dq
         dq = pl.run_scoped(matmuls, *(plgpu.ACC((self.block_q, width), jnp.float32) for width in widths))
-        if self.with_dq:
-            # While dK is computed.
+        # While dK is computed. A chunk at a time, so that shared memory has room for a second tile of Q at H=256.
+        chunks = [lax.slice(x, (0, at), (self.block_q, at + CHUNK)) for x in dq for at in range(0, x.shape[1], CHUNK)]
+        for index, chunk in enumerate(chunks):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for index, x in enumerate(dq):
-                s.dq[warpgroup, :, pl.ds(index * x.shape[-1], x.shape[-1])] = x
+            s.dq[warpgroup] = chunk
             plgpu.commit_smem()
-            half = self.dq_columns // WARPGROUPS
-            target = block.dq.at[
-                block.b * self.problem.N + head, pl.ds(q_at, self.block_q), pl.ds(warpgroup * half, half)
-            ]
+            columns = pl.ds((warpgroup * len(chunks) + index) * CHUNK, CHUNK)
+            target = block.dq.at[block.b * self.problem.N + head, pl.ds(q_at, self.block_q), columns]
             plgpu.copy_smem_to_gmem(s.dq.at[warpgroup], target, reduction_op="add")
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.q_free.at[slot])

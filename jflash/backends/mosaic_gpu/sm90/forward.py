@@ -2,12 +2,15 @@
 
 A block of threads has two or three warpgroups that compute, each for 64 queries of one head, and one that loads K and V
 by TMA. Within a warpgroup the softmax of tile i runs while the tensor cores do P V of tile i - 1 (algorithm 2 there);
-the warpgroups take turns at issuing their matmuls (section 3.1). The accumulators are rescaled only where some row
-maximum of the warp has grown by more than 2^8; numerator and denominator share the stale maximum, so the result is
-exact. The mask is evaluated on partial tiles alone.
+warpgroups do not take turns at issuing their matmuls (section 3.1 there), which made nothing faster (docs/decisions.md,
+2026-11-30). The accumulators are rescaled only where some row maximum of the warp has grown by more than 2^8; numerator
+and denominator share the stale maximum, so the result is exact. The mask is evaluated on partial tiles alone.
 """
 
+import dataclasses
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,22 +26,22 @@ from jflash.backends.mosaic_gpu.primitives import (
     LOAD_REGISTERS,
     LOG2_E,
     WARPGROUP_ROWS,
-    NoTurns,
     Pieces,
-    Turns,
     along_rows,
     any_row,
     hopper_kernel,
     i32,
     load_pieces,
     opaque,
+    see_releases,
     slot_of,
     smem_pieces,
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import TileVisits, head_and_row
+from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
+from jflash.errors import ArgumentError
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.online_softmax import Attended
@@ -64,6 +67,25 @@ def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attende
     return like(Attended(out, lse[..., : problem.T]), operands)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A row of tiles: what a block of threads works on at a time.
+
+    Attributes:
+      b, n, q_at: batch row, query head, first query.
+      visits: which tiles of keys.
+      number: rows that the block had before.
+      start: steps that the block took before.
+    """
+
+    b: Any
+    n: Any
+    q_at: Any
+    visits: Visits
+    number: Any
+    start: Any
+
+
 class _Forward:
     """One kernel: what is known when tracing, the body of each warpgroup, the call."""
 
@@ -74,6 +96,9 @@ class _Forward:
         self.block_q, self.block_k = self.tiles.block_q, self.tiles.block_k
         lengths = problem.T, problem.S
         self.qk, self.vo = Pieces.of(problem.H, *lengths), Pieces.of(problem.Hv, *lengths)
+        if self.tiles.blocks is not None and self.qk != self.vo:
+            # Out would lie over the next Q of another warpgroup.
+            raise ArgumentError("tiles", found=f"blocks={self.tiles.blocks} with Hv != H", wanted="blocks=None there")
         self.logit_scale_log2 = problem.scale * LOG2_E
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
@@ -81,15 +106,14 @@ class _Forward:
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
-        rows = self.visits.rows
-        dtype, stages, warpgroups = problem.dtype, tiles.stages, tiles.warpgroups
+        dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
         column_ids = jnp.arange(_MASK_COLUMNS, dtype=jnp.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
-        def kernel(q_g, k_g, v_g, ids_g, *refs):
-            mask_refs, refs = self.visits.take(refs)
-            self._body((q_g, k_g, v_g, ids_g), mask_refs, *refs)
+        def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
+            mask_refs, (out_g, lse_g) = self.visits.take(refs)
+            self._body((q_g, k_g, v_g, ids_g), mask_refs, out_g, lse_g, types.SimpleNamespace(**scratch))
 
         out, lse = hopper_kernel(
             kernel,
@@ -97,152 +121,185 @@ class _Forward:
             out_type=[
                 result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
                 # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
-                result_struct((problem.B, problem.N, rows * self.block_q), jnp.float32, self.operands),
+                result_struct((problem.B, problem.N, self.visits.rows * self.block_q), jnp.float32, self.operands),
             ],
-            blocks=problem.B * problem.N * rows,
+            blocks=self.blocks,
             warpgroups=warpgroups,
             reduces=True,
-            scratch_types=[
+            scratch_types={
                 # Out goes where Q was.
-                plgpu.RefUnion(
-                    *smem_pieces((warpgroups,), WARPGROUP_ROWS, self.qk, dtype),
-                    *smem_pieces((warpgroups,), WARPGROUP_ROWS, self.vo, dtype),
+                "q_and_out": plgpu.RefUnion(
+                    *smem_pieces((q_slots,), WARPGROUP_ROWS, self.qk, dtype),
+                    *smem_pieces((q_slots,), WARPGROUP_ROWS, self.vo, dtype),
                 ),
-                plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
-                plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
-                plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
-                plgpu.SMEM((_MASK_COLUMNS,), jnp.int32),
-                barrier(num_arrivals=self.qk.count, num_barriers=warpgroups),
-                barrier(num_arrivals=self.qk.count, num_barriers=stages),
-                barrier(num_arrivals=self.vo.count, num_barriers=stages),
-                free,
-                free,
-                Turns.barriers(warpgroups),
-                barrier(),
-                barrier(num_arrivals=warpgroups),
-            ],
+                "k": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
+                "v": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
+                "lse": plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
+                "ids": plgpu.SMEM((_MASK_COLUMNS,), jnp.int32),
+                "q_full": barrier(num_arrivals=self.qk.count, num_barriers=q_slots),
+                "q_free": barrier(num_barriers=q_slots),
+                "k_full": barrier(num_arrivals=self.qk.count, num_barriers=stages),
+                "v_full": barrier(num_arrivals=self.vo.count, num_barriers=stages),
+                "k_free": free,
+                "v_free": free,
+                "ids_full": barrier(),
+                "q_read": barrier(num_arrivals=warpgroups),
+            },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *self.visits.operands())
         return out, lse
 
-    def _body(
-        self, inputs, mask_refs, out_g, lse_g, q_s, k_s, v_s, lse_s, ids_s,
-        q_full, k_full, v_full, k_free, v_free, turns, ids_full, q_read,
-    ):  # fmt: skip
+    def _body(self, inputs, mask_refs, out_g, lse_g, s: types.SimpleNamespace) -> None:
         q_g, k_g, v_g, ids_g = inputs
-        (q_tma, q_mma, out_tma, out_mma), (k_tma, k_mma), (v_tma, v_mma) = q_s, k_s, v_s
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
-        head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, head_group=self.tiles.head_group)
-        b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
-        part = lax.min(warpgroup, i32(warpgroups - 1))
-        visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)
+        tile_at = functools.partial(self._tile, mask_refs, lax.min(warpgroup, i32(warpgroups - 1)))
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
-            q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
             if self.visits.is_masked:
-                plgpu.barrier_wait(ids_full)
-            plgpu.barrier_wait(q_full.at[warpgroup])
-            issue = NoTurns()
-            if self.tiles.ping_pong and warpgroups > 1:
-                issue = Turns(turns, warpgroup=warpgroup, warpgroups=warpgroups, inline_ptx=self.inline_ptx)
+                plgpu.barrier_wait(s.ids_full)
 
-                @pl.when(warpgroup == warpgroups - 1)
-                def _():
-                    issue.pass_on()  # The first warpgroup begins.
+            def compute(place, number, start):
+                tile = tile_at(place, number, start)
+                self._compute(tile, mask_refs, out_g, lse_g, s, warpgroup)
+                return tile.visits.count
 
-            mask = functools.partial(self._mask, visits, mask_refs, ids_s, b, q_at)
-            accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
-            loop = functools.partial(
-                self._attend, visits, mask, issue, warpgroup, q_mma, k_mma, v_mma, k_full, v_full, k_free, v_free
-            )
-            o, m, l = pl.run_scoped(loop, *accumulators)
-
-            if self.qk != self.vo:
-                # Rows of out are not as long as those of Q, so that they lie over the Q of other warpgroups too.
-                plgpu.barrier_arrive(q_read)
-                plgpu.barrier_wait(q_read)
-            is_dead = l == 0
-            inverse = jnp.where(is_dead, 0, 1 / l)
-            for piece, part_of_o in enumerate(o):
-                out_mma[warpgroup, piece] = (part_of_o * along_rows(inverse, part_of_o.shape)).astype(out_g.dtype)
-            lse_s[warpgroup] = jnp.where(is_dead, -jnp.inf, _shift(m) * self.problem.scale + jnp.log(l))
-            plgpu.commit_smem()
-
-            # Also past the last query: out is clipped there, and lse has room.
-            place = {"b": b, "row": q_at, "rows": WARPGROUP_ROWS, "head": n}
-            store_pieces(self.vo.refs(out_tma.at[warpgroup]), out_g, **place)
-            plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_g.at[b, n, pl.ds(q_at, WARPGROUP_ROWS)])
-
-            @pl.when(warpgroup == 0)
-            def _():
-                issue.wait()  # No arrival is left behind.
-
+            self._each_tile(compute)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
-            for w in range(warpgroups):
-                place = {"b": b, "row": row * self.block_q + w * WARPGROUP_ROWS, "rows": WARPGROUP_ROWS, "head": n}
-                load_pieces(q_g, self.qk.refs(q_tma.at[w]), q_full.at[w], **place)
             if self.visits.is_masked:
-                plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
-            key = k_g, k_tma, self.qk, k_full, k_free
-            value = v_g, v_tma, self.vo, v_full, v_free
-            self._load(visits, b, n, key, value)
+                plgpu.copy_gmem_to_smem(ids_g, s.ids, s.ids_full)
+
+            def load(place, number, start):
+                tile = tile_at(place, number, start)
+                self._load(tile, q_g, k_g, v_g, s)
+                return tile.visits.count
+
+            tiles, steps = self._each_tile(load)
+            for free in (s.k_free, s.v_free):
+                see_releases(free, stages=self.tiles.stages, count=steps)
+            if self.tiles.q_stages > 1:
+                for w in range(warpgroups):
+                    see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
+
+    # The tiles of a block of threads ----------------------------------------------------------------------------------
+
+    @property
+    def q_slots(self) -> int:
+        """Tiles of Q that shared memory holds, each of one warpgroup."""
+        return self.tiles.q_stages * self.tiles.warpgroups
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of threads."""
+        return self.tile_count if self.tiles.blocks is None else min(self.tiles.blocks, self.tile_count)
+
+    @property
+    def tile_count(self) -> int:
+        """Rows of tiles of all heads."""
+        return self.problem.B * self.problem.N * self.visits.rows
+
+    def _each_tile(self, body: Callable[[Any, Any, Any], Any]) -> tuple[Any, Any]:
+        """Runs `body` for each row of tiles of this block, one after the other.
+
+        Its arguments are where the row stands among all, how many this block had before, and how many steps these took;
+        it returns how many it took itself. The result is how many rows and steps there were in all.
+        """
+        block = lax.axis_index("block")
+        if self.tiles.blocks is None:
+            return i32(1), body(block, i32(0), i32(0))
+        count = lax.div(self.tile_count - 1 - block, i32(self.blocks)) + 1
+        return count, lax.fori_loop(0, count, lambda i, steps: steps + body(block + i * self.blocks, i, steps), i32(0))
+
+    def _tile(self, mask_refs, part, place, number, start) -> "_Tile":
+        heads = {"heads": self.problem.B * self.problem.N, "head_group": self.tiles.head_group}
+        head, row = head_and_row(place, rows=self.visits.rows, **heads)
+        b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
+        visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)
+        return _Tile(b, n, row * self.block_q, visits, number, start)
+
+    def _q_slot(self, warpgroup: Any, number: Any) -> Any:
+        """Where the Q of a warpgroup lies, for the row of tiles of this number."""
+        return warpgroup * self.tiles.q_stages + slot_of(number, self.tiles.q_stages)
 
     # The warpgroup that loads -----------------------------------------------------------------------------------------
 
-    def _load(self, visits, b, n, key, value) -> None:
-        stages = self.tiles.stages
-        head = lax.div(n, i32(self.problem.group))
+    def _load(self, tile: "_Tile", q_g, k_g, v_g, s: types.SimpleNamespace) -> None:
+        stages, visits = self.tiles.stages, tile.visits
+        q_tma = s.q_and_out[0]
+        for w in range(self.tiles.warpgroups):
+            slot = self._q_slot(w, tile.number)
+            if self.tiles.q_stages > 1:
+                pl.when(tile.number >= self.tiles.q_stages)(functools.partial(plgpu.barrier_wait, s.q_free.at[slot]))
+            place = {"b": tile.b, "row": tile.q_at + w * WARPGROUP_ROWS, "rows": WARPGROUP_ROWS, "head": tile.n}
+            load_pieces(q_g, self.qk.refs(q_tma.at[slot]), s.q_full.at[slot], **place)
 
         def load(i, source, smem, pieces, full, free):
-            slot = self._slot(i)
-
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
+            slot = self._slot(tile.start + i)
+            pl.when(tile.start + i >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
             row = visits.column(i) * self.block_k
-            place = {"b": b, "row": row, "rows": self.block_k, "head": head}
+            place = {"b": tile.b, "row": row, "rows": self.block_k, "head": lax.div(tile.n, i32(self.problem.group))}
             load_pieces(source, pieces.refs(smem.at[slot]), full.at[slot], **place)
 
+        key = k_g, s.k[0], self.qk, s.k_full, s.k_free
+        value = v_g, s.v[0], self.vo, s.v_full, s.v_free
         load(i32(0), *key)
 
         @pl.loop(0, visits.count)
         def _(i):
             # K one tile ahead of V: its slot is free half a step earlier.
-            @pl.when(i + 1 < visits.count)
-            def _():
-                load(i + 1, *key)
-
+            pl.when(i + 1 < visits.count)(lambda: load(i + 1, *key))
             load(i, *value)
-
-        # Every release is seen, so that no barrier is left in the middle of a phase.
-        last = lax.min(i32(stages), visits.count)
-
-        @pl.loop(0, last)
-        def _(i):
-            for *_, free in (key, value):
-                plgpu.barrier_wait(free.at[self._slot(visits.count - last + i)])
 
     def _slot(self, i: Any) -> Any:
         return slot_of(i, self.tiles.stages)
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _attend(self, visits, mask, issue, warpgroup, q, k, v, k_full, v_full, k_free, v_free, *o_refs):
+    def _compute(self, tile: "_Tile", mask_refs, out_g, lse_g, s: types.SimpleNamespace, warpgroup) -> None:
+        _, q_mma, out_tma, out_mma = s.q_and_out
+        slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
+        plgpu.barrier_wait(s.q_full.at[slot])
+        mask = functools.partial(self._mask, tile, mask_refs, s.ids, q_at)
+        accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
+        o, m, l = pl.run_scoped(functools.partial(self._attend, tile, mask, q_mma, slot, s), *accumulators)
+
+        if self.qk != self.vo:
+            # Rows of out are not as long as those of Q, so that they lie over the Q of other warpgroups too.
+            plgpu.barrier_arrive(s.q_read)
+            plgpu.barrier_wait(s.q_read)
+        is_dead = l == 0
+        inverse = jnp.where(is_dead, 0, 1 / l)
+        for piece, part_of_o in enumerate(o):
+            out_mma[slot, piece] = (part_of_o * along_rows(inverse, part_of_o.shape)).astype(out_g.dtype)
+        s.lse[warpgroup] = jnp.where(is_dead, -jnp.inf, _shift(m) * self.problem.scale + jnp.log(l))
+        plgpu.commit_smem()
+
+        # Also past the last query: out is clipped there, and lse has room.
+        place = {"b": tile.b, "row": q_at, "rows": WARPGROUP_ROWS, "head": tile.n}
+        store_pieces(self.vo.refs(out_tma.at[slot]), out_g, **place)
+        plgpu.copy_smem_to_gmem(s.lse.at[warpgroup], lse_g.at[tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)])
+        if self.tiles.q_stages > 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(s.q_free.at[slot])
+
+    def _attend(self, tile: "_Tile", mask, q, q_slot, s: types.SimpleNamespace, *o_refs):
         """The pieces of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
-        dtype = self.problem.dtype
+        dtype, count = self.problem.dtype, tile.visits.count
+        k, v, k_full, v_full, k_free, v_free = s.k[1], s.v[1], s.k_full, s.v_full, s.k_free, s.v_free
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
+
+        def slot_of_step(i):
+            return self._slot(tile.start + i)
 
         def issue_s(s_ref, slot):
             # Without `opaque` ptxas 13.0 spills 12 bytes at H=256 with odd lengths; one piece needs it nowhere.
-            own = opaque(warpgroup)[0] if self.qk.count > 1 else warpgroup
+            own = opaque(q_slot)[0] if self.qk.count > 1 else q_slot
             for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[slot])):
                 plgpu.wgmma(s_ref, q_piece, k_piece.T)
 
@@ -251,26 +308,22 @@ class _Forward:
                 plgpu.wgmma(o_ref, p, v_piece)
 
         def wait_for_k(i):
-            @pl.when(i < visits.count)
+            @pl.when(i < count)
             def _():
-                plgpu.barrier_wait(k_full.at[self._slot(i)])
+                plgpu.barrier_wait(k_full.at[slot_of_step(i)])
 
         def first_s(s_ref):
-            issue.wait()
-            issue_s(s_ref, i32(0))
-            issue.pass_on()
+            issue_s(s_ref, first)
             return s_ref[...]
 
         def step(i, carry):
             p16, m, l = carry
-            slot, previous = self._slot(i), self._slot(i - 1)
+            slot, previous = slot_of_step(i), slot_of_step(i - 1)
             plgpu.barrier_wait(v_full.at[previous])
 
             def matmuls(s_ref):
-                issue.wait()
                 issue_s(s_ref, slot)
                 issue_o(p16, previous)
-                issue.pass_on()
                 return plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
 
             s = pl.run_scoped(matmuls, s_accumulator)
@@ -290,18 +343,17 @@ class _Forward:
                 o_ref[...] = x
             return p.astype(dtype), m, l
 
-        plgpu.barrier_wait(k_full.at[0])
+        first = slot_of_step(i32(0))
+        plgpu.barrier_wait(k_full.at[first])
         s = mask(pl.run_scoped(first_s, s_accumulator), i32(0))
-        plgpu.barrier_arrive(k_free.at[0])
+        plgpu.barrier_arrive(k_free.at[first])
         m = s.max(axis=1)
         p, l = self._weights(s, m)
         wait_for_k(i32(1))
-        p16, m, l = lax.fori_loop(1, visits.count, step, (p.astype(dtype), m, l))
-        last = self._slot(visits.count - 1)
+        p16, m, l = lax.fori_loop(1, count, step, (p.astype(dtype), m, l))
+        last = slot_of_step(count - 1)
         plgpu.barrier_wait(v_full.at[last])
-        issue.wait()
         issue_o(p16, last)
-        issue.pass_on()
         o = [o_ref[...] for o_ref in o_refs]
         plgpu.barrier_arrive(v_free.at[last])
         return o, m, l.sum(axis=1)
@@ -330,11 +382,11 @@ class _Forward:
             parts = [x + y for x, y in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
         return p, parts[0]
 
-    def _mask(self, visits, mask_refs, ids_s, b, q_at, s, i):
+    def _mask(self, tile: "_Tile", mask_refs, ids_s, q_at, s, i):
         """Masked pairs of the i-th visited tile become -inf."""
         if not self.visits.is_masked:
             return s
-        column = visits.column(i)
+        column = tile.visits.column(i)
 
         def masked_part(s, at):
             # Some columns at a time: what a mask needs of each takes a quarter of a register, or half of one with
@@ -342,14 +394,14 @@ class _Forward:
             shape = (WARPGROUP_ROWS, _MASK_COLUMNS)
             k_at = column * self.block_k + at
             ids = plgpu.load(ids_s, layout=BY_COLUMN)
-            allowed = self.visits.allowed(mask_refs, ids, b=b, q_at=q_at, k_at=k_at, shape=shape)
+            allowed = self.visits.allowed(mask_refs, ids, b=tile.b, q_at=q_at, k_at=k_at, shape=shape)
             part = lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _MASK_COLUMNS))
             return jnp.where(allowed, part, -jnp.inf)
 
         def masked(s):
             return lax.concatenate([masked_part(s, at) for at in range(0, self.block_k, _MASK_COLUMNS)], 1)
 
-        return lax.cond(visits.is_partial(i, column), masked, lambda s: s, s)
+        return lax.cond(tile.visits.is_partial(i, column), masked, lambda s: s, s)
 
 
 def _shift(m):

@@ -1,0 +1,92 @@
+"""Default tiles of the Hopper kernels, and in which order their blocks of threads take the rows of tiles."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash import hardware
+from jflash.backends import mosaic_gpu
+from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, ForwardTiles
+from jflash.backends.mosaic_gpu.visits import head_and_row
+from jflash.errors import ArgumentError
+from jflash.masks import Causal, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks.tile_map import TileMap
+from jflash.testing.problems import pose
+from jflash.testing.workloads import Workload
+
+H200 = hardware.named("h200")
+
+
+def forward_tiles(**sizes) -> ForwardTiles:
+    sizes = {"name": "", "dtype": "bfloat16", "B": 16, "T": 1024, "N": 16, "K": 2, "H": 64, "mask": Causal()} | sizes
+    problem, _ = pose(Workload(**sizes))
+    return mosaic_gpu.default_tiles(problem, H200).forward
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("heads", [1, 2, 3, 12, 16])
+@pytest.mark.parametrize("head_group", HEAD_GROUPS)
+def test_every_row_of_every_head_is_taken_once(rows, heads, head_group):
+    places = jnp.arange(rows * heads)
+    found = [head_and_row(place, rows=rows, heads=heads, head_group=head_group) for place in places]
+    assert sorted((int(head), int(row)) for head, row in found) == list(np.ndindex(heads, rows))
+    assert int(found[0][1]) == rows - 1, "the longest row comes first"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 128, "B": 32},
+        {"T": 1024},
+        {"T": 1024, "mask": Full()},
+        {"T": 1001, "H": 128, "mask": SlidingWindow(100, 0)},
+        {"T": 333, "H": 40},
+        {"T": 4096, "B": 4, "H": 128, "mask": Full()},
+    ],
+    ids=str,
+)
+def test_blocks_share_short_rows_evenly(sizes):
+    tiles = forward_tiles(**sizes)
+    assert tiles.blocks == H200.sm_count
+    w = {"B": 16, "N": 16, "mask": Causal()} | sizes
+    tile_map = TileMap(mask=w["mask"], T=w["T"], S=w["T"], block_q=tiles.block_q, block_k=tiles.block_k)
+    run = tile_map.run(np.arange(tile_map.rows))
+    steps = np.broadcast_to(run.stop - run.start, (tile_map.rows,))
+    heads = w["B"] * w["N"]
+    _, row = head_and_row(
+        jnp.arange(heads * tile_map.rows), rows=tile_map.rows, heads=heads, head_group=tiles.head_group
+    )
+    taken = np.bincount(np.arange(row.size) % tiles.blocks, weights=steps[np.asarray(row)])
+    # A block has at most its share, the row that it has more than others, and little for unlike rows.
+    assert taken.max() <= 1.1 * taken.mean() + steps.max()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 4096},
+        {"T": 4096, "H": 128},
+        {"T": 4096, "mask": Full()},
+        {"H": 256},
+        {"H": 64, "Hv": 128},
+        {"B": 1, "N": 8},
+        {"mask": Lengths(kv=np.full(16, 7, np.int32))},
+        {"mask": Segments(np.zeros((16, 1024), np.int32))},
+        {"mask": Causal() | SlidingWindow(3, 3)},
+    ],
+    ids=str,
+)
+def test_elsewhere_each_row_has_a_block(sizes):
+    assert forward_tiles(**sizes).blocks is None
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(70, 9)], ids=str)
+def test_without_a_count_of_multiprocessors_each_row_has_a_block(mask: Mask):
+    unknown = hardware.Hardware(name="unknown", platform="cuda", compute_capability=(9, 0), smem_bytes_per_block=232448)
+    problem, _ = pose(Workload(name="", dtype="bfloat16", B=16, T=256, N=16, K=2, H=64, mask=mask))
+    assert mosaic_gpu.default_tiles(problem, unknown).forward.blocks is None
+
+
+def test_no_blocks_are_refused():
+    with pytest.raises(ArgumentError, match="`tiles`: found blocks=0, wanted None or at least 1"):
+        ForwardTiles(warpgroups=2, block_k=128, blocks=0)

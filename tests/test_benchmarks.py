@@ -1,0 +1,307 @@
+"""The scripts that read records of kernel times: what they print of records made up here, and their exit codes."""
+
+import contextlib
+import importlib
+import io
+import json
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+with pytest.MonkeyPatch.context() as patch:
+    # As Python does for a script: the modules beside it can be imported.
+    patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    report, compare = importlib.import_module("report"), importlib.import_module("compare")
+
+WHERE = {
+    "kind": "kernel_times",
+    "device": "NVIDIA H200",
+    "driver": "580.1",
+    "versions": {"jflash": "0.1", "jax": "0.11.2", "tokamax": None},
+    "commit": "abc123",
+    "date": "2026-12-01T10:00:00+00:00",
+    "rounds": 3,
+    "calls": 6,
+    "idle_s": 0.5,
+    "load_s": 0.0,
+}
+# Every dimension is another number.
+CROSS = {"suite": "cross", "B": 3, "T": 512, "S": 4096, "N": 8, "K": 2, "H": 192, "Hv": 128, "causal": False}
+CROSS |= {"window": None, "deterministic": False}
+GRID = CROSS | {"suite": "grid", "S": 512, "K": 8, "Hv": 192, "causal": True}
+GQA = CROSS | {"suite": "gqa", "S": 512, "Hv": 192, "causal": True}
+WINDOW = GRID | {"suite": "window", "window": 1023, "deterministic": True}
+
+
+def rates(row: dict, implementation: str, forward: float, backward: float, **others: object) -> dict:
+    tflops = {"forward_tflops": forward, "backward_tflops": backward}
+    return WHERE | row | {"implementation": implementation} | tflops | others
+
+
+def refusal(row: dict, implementation: str, reason: str) -> dict:
+    return WHERE | row | {"implementation": implementation, "not_run": reason}
+
+
+RECORD = [
+    {"kind": "tests", "passed": 1},
+    rates(GRID, "jflash", 600.0, 300.0),
+    rates(GRID, "cudnn", 400.0, 400.0),
+    rates(GRID, "flash_attn3_jax", 300.0, 240.0),
+    refusal(GRID, "tokamax", "ModuleNotFoundError: No module named 'tokamax'"),
+    rates(GQA, "jflash", 500.0, 450.0),
+    rates(GQA, "cudnn", 625.0, 250.0),
+    rates(GQA, "flash_attn3_jax", 250.0, 360.0),
+    refusal(GQA, "tokamax", "ModuleNotFoundError: No module named 'tokamax'"),
+    rates(CROSS, "jflash", 333.0, 222.0),
+    refusal(CROSS, "cudnn", "ValueError: not\n  this | row"),
+    refusal(CROSS, "tokamax", "ModuleNotFoundError: No module named 'tokamax'"),
+    rates(WINDOW, "jflash", 110.0, 120.0),
+    rates(WINDOW, "cudnn", 100.0, 150.0),
+    refusal(WINDOW, "tokamax", "ModuleNotFoundError: No module named 'tokamax'"),
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a record and returns its file."""
+
+    def write(lines: list[dict], name: str = "record.jsonl") -> pathlib.Path:
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return file
+
+    return write
+
+
+def run(main, *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a script."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments]) or 0
+        except SystemExit as error:
+            code = error.code
+    return code, out.getvalue(), err.getvalue()
+
+
+# report.py ------------------------------------------------------------------------------------------------------------
+
+
+def test_report_of_every_row(write):
+    code, out, _ = run(report.main, write(RECORD))
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("|")] == [
+        "| suite | B | T × S | N/K | H/Hv | mask | forward jflash | forward cudnn | forward flash_attn3_jax "
+        "| forward ratio | backward jflash | backward cudnn | backward flash_attn3_jax | backward ratio |",
+        "| --- | ---: | ---: | ---: | ---: | --- |" + " ---: |" * 8,
+        "| grid | 3 | 512 | 8/8 | 192/192 | causal | 600.0 | 400.0 | 300.0 | 1.500 | 300.0 | 400.0 | 240.0 | 0.750 |",
+        "| gqa | 3 | 512 | 8/2 | 192/192 | causal | 500.0 | 625.0 | 250.0 | 0.800 | 450.0 | 250.0 | 360.0 | 1.250 |",
+        "| cross | 3 | 512 × 4096 | 8/2 | 192/128 | full | 333.0 | – | – | – | 222.0 | – | – | – |",
+        "| window | 3 | 512 | 8/8 | 192/192 | window 1023, deterministic "
+        "| 110.0 | 100.0 | – | 1.100 | 120.0 | 150.0 | – | 0.800 |",
+    ]
+
+
+def test_report_geometric_means(write):
+    _, out, _ = run(report.main, write(RECORD))
+    # Cube roots of 1.5 * 0.8 * 1.1 = 1.32 and of 0.75 * 1.25 * 0.8 = 0.75; the row without a peer has no part in them.
+    assert "- forward: geometric mean of the ratios 1.097, 1 of 3 rows below 1" in out
+    assert "- backward: geometric mean of the ratios 0.909, 2 of 3 rows below 1" in out
+
+
+def test_report_says_who_did_not_run_and_why(write):
+    _, out, _ = run(report.main, write(RECORD))
+    cross = "cross B=3 T=512 S=4096 N=8 K=2 H=192 Hv=128 full"
+    window = "window B=3 T=512 S=512 N=8 K=8 H=192 Hv=192 window 1023, deterministic"
+    assert out.splitlines()[-3:] == [
+        f"- cudnn did not run on {cross}: ValueError: not this | row",
+        f"- flash_attn3_jax did not run on {cross}; {window}: not in the record",
+        "- tokamax did not run on any row: ModuleNotFoundError: No module named 'tokamax'",
+    ]
+
+
+def test_report_names_each_run_once(write):
+    later = WINDOW | {"date": "2026-12-02T10:00:00+00:00", "commit": "def456"}
+    _, out, _ = run(report.main, write([*RECORD[:12], rates(later, "jflash", 110.0, 120.0)]))
+    assert [line for line in out.splitlines() if "driver" in line] == [
+        "- NVIDIA H200, driver 580.1; jflash 0.1, jax 0.11.2; commit abc123; 2026-12-01T10:00:00+00:00"
+        " (cross, gqa, grid)",
+        "- NVIDIA H200, driver 580.1; jflash 0.1, jax 0.11.2; commit def456; 2026-12-02T10:00:00+00:00 (window)",
+    ]
+
+
+def test_report_of_sustained_rates_is_a_table_of_its_own(write):
+    loaded = [
+        rates(GQA, name, 500.0, 400.0, forward_sustained_tflops=forward, backward_sustained_tflops=backward)
+        for name, forward, backward in (("jflash", 420.0, 210.0), ("cudnn", 400.0, 300.0))
+    ]
+    assert "Under load" not in run(report.main, write(RECORD))[1]
+    _, out, _ = run(report.main, write(loaded))
+    assert "| 420.0 | 400.0 | 1.050 | 210.0 | 300.0 | 0.700 |" in out.partition("## Under load")[2]
+    assert "| 500.0 | 500.0 | 1.000 | 400.0 | 400.0 | 1.000 |" in out.partition("## Under load")[0]
+
+
+def test_report_without_any_peer(write):
+    code, out, _ = run(report.main, write([rates(CROSS, "jflash", 333.0, 222.0)]))
+    assert code == 0
+    assert "| 333.0 | – | 222.0 | – |" in out
+    assert "- forward: no row has both jflash and a peer" in out
+
+
+def test_report_of_the_first_records():
+    """Their lines have fewer fields; the numbers are those of the file."""
+    _, out, _ = run(report.main, ROOT / "benchmarks/results/2026-11-30-h200-kernels.jsonl")
+    assert "| grid | 1 | 16384 | 8/8 | 256/256 | causal | 835.1 | 658.7 | 737.0 | 1.133 |" in out
+
+
+def test_plot_draws_every_bar(write, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: figures.append(figure) or savefig(figure, file))
+    # Nothing is full at H=64, and no peer ran at the longer length.
+    longer = rates(GRID | {"T": 2048, "S": 2048}, "jflash", 610.0, 310.0)
+    full = [
+        rates(GRID | {"causal": False}, name, forward, backward)
+        for name, forward, backward in (("jflash", 620.0, 320.0), ("cudnn", 420.0, 220.0))
+    ]
+    narrow = rates(GRID | {"H": 64, "Hv": 64}, "cudnn", 90.0, 80.0)
+    code, _, err = run(report.main, write([longer, *RECORD, *full, narrow]), "--plot", tmp_path / "times.png")
+    assert code == 0, err
+    assert (tmp_path / "times.png").stat().st_size > 0
+    (figure,) = figures
+    # The bars of jflash by length, then those of cudnn, then those of flash_attn3_jax; 0 is no bar.
+    assert {axes.get_title(): [bar.get_height() for bar in axes.patches] for axes in figure.axes} == {
+        "forward, full, H=64": [],
+        "forward, causal, H=64": [0, 90, 0],
+        "backward, full, H=64": [],
+        "backward, causal, H=64": [0, 80, 0],
+        "forward, full, H=192": [620, 420, 0],
+        "forward, causal, H=192": [600, 610, 400, 0, 300, 0],
+        "backward, full, H=192": [320, 220, 0],
+        "backward, causal, H=192": [300, 310, 400, 0, 240, 0],
+    }
+    causal = next(axes for axes in figure.axes if axes.get_title() == "forward, causal, H=192")
+    assert [label.get_text() for label in causal.get_xticklabels()] == ["512", "2,048"]
+    assert [text.get_text() for text in causal.texts] == ["600", "610", "400", "", "300", ""]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["jflash", "cudnn", "flash_attn3_jax"]
+    colours = [handle.get_facecolor() for handle in legend.get_patches()]
+    assert colours == [bar.get_facecolor() for bar in causal.patches[::2]]
+    assert len(set(colours)) == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "picture", "words"),
+    [
+        (RECORD[4:], "times.png", "found rows of ['cross', 'gqa', 'window'], wanted some of 'grid'"),
+        (RECORD, "missing/times.png", "there is no folder"),
+        (RECORD, "times.word", "times.word"),
+    ],
+)
+def test_plot_that_cannot_be_drawn(write, tmp_path, lines, picture, words):
+    code, out, err = run(report.main, write(lines), "--plot", tmp_path / picture)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert not (tmp_path / picture).exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([RECORD[0]], "found lines of kind ['tests'], wanted some of kind 'kernel_times'"),
+        ([*RECORD, RECORD[1]], "record.jsonl:16: found jflash on grid B=3"),
+        ([{name: value for name, value in RECORD[1].items() if name != "N"}], "record.jsonl:1: found no field 'N'"),
+        ([{name: value for name, value in RECORD[1].items() if name != "backward_tflops"}], "rates of ['forward']"),
+        ([rates(GRID, "jflash", 0.0, 300.0)], "forward_tflops is 0.0, not above 0"),
+        ([[]], "wanted an object of kernel_times.py"),
+    ],
+)
+def test_report_of_what_is_no_record(write, lines, words):
+    code, out, err = run(report.main, write(lines))
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+# compare.py -----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_sorts_by_ratio(write):
+    old = write([rates(GRID, "jflash", 600.0, 300.0), rates(GRID, "cudnn", 400.0, 200.0)], "old")
+    new = write([rates(GRID, "jflash", 660.0, 294.0), rates(GRID, "cudnn", 360.0, 240.0)], "new")
+    code, out, _ = run(compare.main, old, new)
+    row = "grid B=3 T=512 S=512 N=8 K=8 H=192 Hv=192 causal"
+    assert [line for line in out.splitlines() if line.startswith("|")][2:] == [
+        f"| 0.900 | 400.0 | 360.0 | forward | cudnn | {row} |",
+        f"| 0.980 | 300.0 | 294.0 | backward | jflash | {row} |",
+        f"| 1.100 | 600.0 | 660.0 | forward | jflash | {row} |",
+        f"| 1.200 | 200.0 | 240.0 | backward | cudnn | {row} |",
+    ]
+    # That a peer lost more is no failure.
+    assert code == 0
+    assert out.splitlines()[-1] == "PASSED: jflash lost more than 3.0% in none of 2 rates."
+    assert "differs" not in out
+    assert "only in" not in out
+
+
+@pytest.mark.parametrize(
+    ("backward", "options", "expected"),
+    [(292, (), 0), (290, (), 1), (290, ("--tolerance", 0.04), 0), (292, ("--tolerance", 0.02), 1)],
+)
+def test_compare_exit_code(write, backward, options, expected):
+    old = write([rates(GRID, "jflash", 600.0, 300.0)], "old")
+    new = write([rates(GRID, "jflash", 900.0, backward)], "new")
+    code, out, _ = run(compare.main, old, new, *options)
+    assert code == expected
+    assert ("FAILED" in out) == bool(expected)
+
+
+def test_compare_counts_sustained_rates(write):
+    old = write([rates(GRID, "jflash", 600.0, 300.0, forward_sustained_tflops=500.0)], "old")
+    new = write([rates(GRID, "jflash", 600.0, 300.0, forward_sustained_tflops=400.0)], "new")
+    code, out, _ = run(compare.main, old, new)
+    assert code == 1
+    assert "| 0.800 | 500.0 | 400.0 | forward sustained | jflash |" in out
+
+
+def test_compare_says_what_differs(write):
+    versions = WHERE["versions"] | {"jax": "0.11.3", "tokamax": "0.0.17"}
+    changed = {"device": "NVIDIA H100", "versions": versions, "commit": "def456"}
+    old, new = write([RECORD[1]], "old"), write([RECORD[1] | changed], "new")
+    _, out, _ = run(compare.main, old, new)
+    assert [line for line in out.splitlines() if "differs" in line] == [
+        "- device differs: NVIDIA H200 → NVIDIA H100",
+        "- jax version differs: 0.11.2 → 0.11.3",
+        "- tokamax version differs: none → 0.0.17",
+    ]
+
+
+def test_compare_names_what_is_in_one_alone(write):
+    old = write([RECORD[1], RECORD[2], rates(WINDOW, "jflash", 1.0, 1.0)], "old")
+    new = write([RECORD[1], refusal(GRID, "cudnn", "ValueError: no"), rates(CROSS, "jflash", 1.0, 1.0)], "new")
+    code, out, _ = run(compare.main, old, new)
+    assert code == 0
+    assert [line for line in out.splitlines() if "only in" in line] == [
+        "- only in old: cudnn on grid B=3 T=512 S=512 N=8 K=8 H=192 Hv=192 causal (there: ValueError: no)",
+        "- only in old: jflash on window B=3 T=512 S=512 N=8 K=8 H=192 Hv=192 window 1023, deterministic",
+        "- only in new: jflash on cross B=3 T=512 S=4096 N=8 K=2 H=192 Hv=128 full",
+    ]
+
+
+def test_compare_of_nothing_in_common_fails(write):
+    old, new = write([RECORD[1]], "old"), write([rates(WINDOW, "jflash", 110.0, 120.0)], "new")
+    code, out, _ = run(compare.main, old, new)
+    assert code == 1
+    assert "FAILED: the records share no row of jflash." in out
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 3])
+def test_compare_refuses_a_tolerance_that_is_no_share(write, tolerance):
+    file = write(RECORD)
+    code, _, err = run(compare.main, file, file, "--tolerance", tolerance)
+    assert code == 2
+    assert f"found {float(tolerance)}, wanted a share" in err

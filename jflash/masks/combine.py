@@ -1,4 +1,7 @@
-"""Masks of masks. A tile of an AND is as full as its emptiest part, one of an OR as its fullest: always sound."""
+"""Masks of masks. A tile of an AND is as full as its emptiest part, one of an OR as its fullest: always sound.
+
+A tile of a NOT is full where that of the mask is empty, and the reverse.
+"""
 
 import functools
 import operator
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from jflash.errors import ArgumentError
-from jflash.masks.mask import Interval, Mask, Span, Value, maximum, minimum, pattern
+from jflash.masks.mask import Interval, Mask, Span, TileKind, Value, maximum, minimum, pattern
 
 
 class _Combined(Mask):
@@ -25,6 +28,10 @@ class _Combined(Mask):
                 hint = "Wrap a boolean array in jflash.masks.Dense."
                 raise ArgumentError("masks", found=type(mask).__name__, wanted="masks", hint=hint)
         object.__setattr__(self, "masks", masks)
+
+    @property
+    def has_function(self) -> bool:
+        return any(mask.has_function for mask in self.masks)
 
     def _each(self, values: tuple) -> Iterator[tuple[Mask, tuple]]:
         """Each mask with its own part of `values`."""
@@ -113,3 +120,46 @@ class Or(_Combined):
     _symbol: ClassVar[str] = "|"
     _join_pairs: ClassVar[Callable] = operator.or_
     _join_kinds: ClassVar[Callable] = maximum
+
+
+@pattern
+class Not(Mask):
+    """The pairs that a mask does not allow; `~a`.
+
+    Example:
+      >>> from jflash.masks import Causal
+      >>> print((~Causal()).draw(3, 3))
+      .##
+      ..#
+      ...
+    """
+
+    mask: Mask
+
+    def __post_init__(self):
+        if not isinstance(self.mask, Mask):
+            hint = "Wrap a boolean array in jflash.masks.Dense."
+            raise ArgumentError("mask", found=type(self.mask).__name__, wanted="a mask", hint=hint)
+
+    @property
+    def has_function(self) -> bool:
+        return self.mask.has_function
+
+    def values(self) -> tuple[Value, ...]:
+        return self.mask.values()
+
+    def evaluate(self, q, k, *values):
+        # For Python's own booleans too, of which ~ makes a number.
+        return self.mask.evaluate(q, k, *values) ^ True
+
+    def tile_kind(self, queries: Interval, keys: Interval, *bounds: Interval) -> Any:
+        return TileKind.FULL.value - self.mask.tile_kind(queries, keys, *bounds)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "Not":
+        return Not(self.mask.bind(B=B, N=N, T=T, S=S))
+
+    def __invert__(self) -> Mask:
+        return self.mask
+
+    def __repr__(self) -> str:
+        return f"~{self.mask!r}"

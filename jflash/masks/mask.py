@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.errors import ArgumentError
@@ -79,13 +80,15 @@ class Mask:
     """Which (query, key) pairs attend.
 
     A mask is a pytree: array fields are leaves, so they may be traced and change without recompiling; ints and None are
-    part of its structure. `mask_a & mask_b` and `mask_a | mask_b` combine.
+    part of its structure. `mask_a & mask_b` and `mask_a | mask_b` combine, `~mask` is the rest.
 
     A pattern defines `values`, `evaluate`, `bind`, and one proof: `key_span` and `query_span` where each query sees an
     interval of keys, or else `tile_kind`. All of them take numpy or JAX arrays, and run inside kernels.
     """
 
     has_spans: ClassVar[bool] = False
+    has_function: ClassVar[bool] = False
+    """Whether `evaluate` runs a function of the caller's, which a kernel may not be able to compile."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -152,6 +155,25 @@ class Mask:
         pairs = np.broadcast_to(np.asarray(allowed), (T, S))
         return "\n".join("".join("#" if pair else "." for pair in row) for row in pairs)
 
+    def sparsity(self, T: int, S: int, *, B: int = 1, N: int = 1, block_q: int = 128, block_k: int = 128) -> float:
+        """The part of the tiles that no kernel loads, over all batch rows and heads.
+
+        Example:
+          >>> from jflash.masks import Causal
+          >>> Causal().sparsity(1024, 1024)
+          0.4375
+        """
+        from jflash.masks.tile_map import TileMap
+
+        bound = self.bind(B=B, N=N, T=T, S=S)
+        kinds = TileMap(mask=bound, T=T, S=S, block_q=block_q, block_k=block_k).kinds()
+        return float((kinds == TileKind.EMPTY.value).mean())
+
+    def __invert__(self) -> "Mask":
+        from jflash.masks.combine import Not
+
+        return Not(self)
+
     def __and__(self, other: "Mask") -> "Mask":
         from jflash.masks.combine import And
 
@@ -174,9 +196,9 @@ def _fields(mask: Mask) -> list[tuple[str, Any]]:
 def is_static(value: object) -> bool:
     """Whether a field of a mask belongs to its structure rather than to its leaves.
 
-    A numpy number does not: arithmetic on a leaf without axes makes one, and a leaf must stay a leaf.
+    A numpy number does not: arithmetic on a leaf without axes makes one, and a leaf must stay a leaf. A function does.
     """
-    return value is None or isinstance(value, int)
+    return value is None or isinstance(value, int) or callable(value)
 
 
 def _flatten_with_keys(mask: Mask):
@@ -210,6 +232,11 @@ def kind_of(*, full: Any, empty: Any) -> Any:
 def is_traced(*operands: Any) -> bool:
     """Whether any operand is a JAX array, so that numpy must not be used on it."""
     return any(isinstance(operand, jax.Array) for operand in operands)
+
+
+def quotient(a: Any, divisor: int) -> Any:
+    """a // divisor for numbers from 0 on, as one instruction of a kernel; see `minimum`."""
+    return lax.div(a, jnp.asarray(divisor, a.dtype)) if is_traced(a) else a // divisor
 
 
 def minimum(a: Any, b: Any) -> Any:

@@ -2,12 +2,21 @@
 
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
+from jflash.masks.arrays import (
+    at_batch,
+    at_batch_and_token,
+    at_least_1,
+    int32,
+    is_array,
+    is_int,
+    length_of,
+    reshaped,
+    shown,
+)
 from jflash.masks.mask import (
     UNLIMITED,
     Interval,
@@ -19,43 +28,11 @@ from jflash.masks.mask import (
     maximum,
     minimum,
     pattern,
+    quotient,
     where,
 )
 
 _EVERYTHING = Interval(-UNLIMITED, UNLIMITED)
-_INT32 = np.iinfo(np.int32)
-
-
-def _is_array(value: object) -> bool:
-    # numpy makes a number, np.generic, of an array without axes wherever it computes with one.
-    return isinstance(value, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _int32(name: str, value: Any) -> Any:
-    """Whole numbers as int32, those beyond its range as the ends of it: sums in a narrower dtype would wrap around."""
-    if not _is_array(value):
-        raise ArgumentError(name, found=repr(value), wanted="an int or an array of whole numbers")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise DtypeError(name, found=f"dtype {value.dtype}", wanted="whole numbers")
-    if value.dtype == np.int32:
-        return value
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, np.int32)
-    # The ends must be numbers of both dtypes: JAX would wrap them into the narrower one.
-    low, high = max(_INT32.min, jnp.iinfo(value.dtype).min), min(_INT32.max, jnp.iinfo(value.dtype).max)
-    return value.clip(low, high).astype(np.int32)
-
-
-def _per_batch(name: str, value: Any, *, B: int, low: int, high: int) -> Any:
-    """One int32 per batch row, (B,) or (1,); clipping to [low, high] does not change what the mask means."""
-    if value.shape not in ((), (1,), (B,)):
-        raise ShapeError(name, found=f"shape {value.shape}", wanted=f"() or (B,) with B={B}")
-    rows = _reshaped(value, value.shape or (1,))
-    return rows if isinstance(rows, jax.ShapeDtypeStruct) else rows.clip(low, high)
 
 
 @pattern
@@ -126,7 +103,7 @@ class _Band(Mask):
         )
 
     def _check_offset(self) -> None:
-        offset = int(self.offset) if _is_int(self.offset) else _int32("offset", self.offset)
+        offset = int(self.offset) if is_int(self.offset) else int32("offset", self.offset)
         if isinstance(offset, int) and abs(offset) > UNLIMITED // 2:
             raise ArgumentError("offset", found=repr(offset), wanted=f"a whole number up to {UNLIMITED // 2}")
         object.__setattr__(self, "offset", offset)
@@ -134,7 +111,7 @@ class _Band(Mask):
     def _bound_offset(self, B: int) -> Any:
         if is_static(self.offset):
             return self.offset
-        return _per_batch("offset", self.offset, B=B, low=-(UNLIMITED // 2), high=UNLIMITED // 2)
+        return at_batch("offset", self.offset, B=B, low=-(UNLIMITED // 2), high=UNLIMITED // 2)
 
 
 @pattern
@@ -168,7 +145,7 @@ class Causal(_Band):
         return Causal(self._bound_offset(B))
 
     def __repr__(self) -> str:
-        return f"Causal(offset={_shown(self.offset)})"
+        return f"Causal(offset={shown(self.offset)})"
 
 
 @pattern
@@ -202,7 +179,7 @@ class SlidingWindow(_Band):
             distance = getattr(self, name)
             if distance is None:
                 continue
-            if not _is_int(distance) or distance < 0:
+            if not is_int(distance) or distance < 0:
                 raise ArgumentError(
                     name,
                     found=repr(distance),
@@ -217,7 +194,7 @@ class SlidingWindow(_Band):
         return SlidingWindow(self.left, self.right, self._bound_offset(B))
 
     def __repr__(self) -> str:
-        return f"SlidingWindow({self.left}, {self.right}, offset={_shown(self.offset)})"
+        return f"SlidingWindow({self.left}, {self.right}, offset={shown(self.offset)})"
 
 
 @pattern
@@ -245,10 +222,7 @@ class Lengths(Mask):
     def __post_init__(self):
         for name in ("q", "kv"):
             if (length := getattr(self, name)) is not None:
-                # An int would become part of the compiled program, and each new length would compile again.
-                if _is_int(length):
-                    length = np.asarray(min(max(length, 0), UNLIMITED), np.int32)
-                object.__setattr__(self, name, _int32(name, length))
+                object.__setattr__(self, name, length_of(name, length))
 
     def values(self) -> tuple[Value, ...]:
         return tuple(Value(length, "B" if length.ndim else "") for length in (self.q, self.kv) if length is not None)
@@ -278,12 +252,178 @@ class Lengths(Mask):
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Lengths":
         def bound(name: str, value: Any, size: int) -> Any:
-            return None if value is None else _per_batch(name, value, B=B, low=0, high=size)
+            return None if value is None else at_batch(name, value, B=B, low=0, high=size)
 
         return Lengths(q=bound("q", self.q, T), kv=bound("kv", self.kv, S))
 
     def __repr__(self) -> str:
-        return f"Lengths(q={_shown(self.q)}, kv={_shown(self.kv)})"
+        return f"Lengths(q={shown(self.q)}, kv={shown(self.kv)})"
+
+
+@pattern
+class PrefixLM(Mask):
+    """A causal mask with a prefix that everybody sees: query q sees the keys up to q, and those below `prefix`.
+
+    Args:
+      prefix: the length of the prefix, a whole number or one per batch row.
+
+    Raises:
+      ArgumentError: prefix is neither.
+
+    Example:
+      >>> print(PrefixLM(3).draw(4, 5))
+      ###..
+      ###..
+      ###..
+      ####.
+    """
+
+    has_spans: ClassVar[bool] = True
+    prefix: Int[Array, " B"]
+
+    def __post_init__(self):
+        object.__setattr__(self, "prefix", length_of("prefix", self.prefix))
+
+    def values(self) -> tuple[Value, ...]:
+        return (Value(self.prefix, "B" if self.prefix.ndim else ""),)
+
+    def evaluate(self, q, k, prefix):
+        return (k <= q) | (k < prefix)
+
+    def key_span(self, queries: Interval, prefix) -> Span:
+        hull, common = (Interval(0, maximum(q, prefix - 1)) for q in (queries.last, queries.first))
+        return Span(hull, common)
+
+    def query_span(self, keys: Interval, prefix) -> Span:
+        hull, common = (Interval(where(k < prefix, 0, k), UNLIMITED) for k in (keys.first, keys.last))
+        return Span(hull, common)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "PrefixLM":
+        return PrefixLM(at_batch("prefix", self.prefix, B=B, low=0, high=S))
+
+    def __repr__(self) -> str:
+        return f"PrefixLM({shown(self.prefix)})"
+
+
+@pattern
+class Chunked(Mask):
+    """A query sees the keys of its own chunk of `size` tokens; with `& Causal()` those up to itself.
+
+    Args:
+      size: tokens of a chunk, part of the compiled program.
+
+    Raises:
+      ArgumentError: size is no whole number of at least 1.
+
+    Example:
+      >>> print(Chunked(2).draw(4, 5))
+      ##...
+      ##...
+      ..##.
+      ..##.
+    """
+
+    has_spans: ClassVar[bool] = True
+    size: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "size", at_least_1("size", self.size))
+
+    def evaluate(self, q, k):
+        return quotient(q, self.size) == quotient(k, self.size)
+
+    def key_span(self, queries: Interval) -> Span:
+        # Where the range lies in one chunk, both are that chunk; elsewhere `common` ends before it begins.
+        first, last = (quotient(end, self.size) * self.size for end in queries)
+        return Span(hull=Interval(first, last + self.size - 1), common=Interval(last, first + self.size - 1))
+
+    query_span = key_span  # Keys and queries are cut at the same indices.
+
+    def __repr__(self) -> str:
+        return f"Chunked({self.size})"
+
+
+@pattern
+class Dilated(Mask):
+    """A query sees every `step`-th key, counted from itself in both directions.
+
+    No tile of more keys than `step` is empty, so that this saves no time: queries and keys that are sorted by their
+    index modulo `step` do, with `Segments`.
+
+    Args:
+      step: the distance between two keys, part of the compiled program.
+
+    Raises:
+      ArgumentError: step is no whole number of at least 1.
+
+    Example:
+      >>> print(Dilated(2).draw(3, 5))
+      #.#.#
+      .#.#.
+      #.#.#
+    """
+
+    step: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "step", at_least_1("step", self.step))
+
+    def evaluate(self, q, k):
+        distance = maximum(q - k, k - q)
+        return quotient(distance, self.step) * self.step == distance
+
+    def tile_kind(self, queries: Interval, keys: Interval) -> Any:
+        least, most = queries.first - keys.last, queries.last - keys.first
+        multiple = most // self.step * self.step
+        return kind_of(full=(multiple == least) & (least == most) | (self.step == 1), empty=multiple < least)
+
+    def __repr__(self) -> str:
+        return f"Dilated({self.step})"
+
+
+@pattern
+class KeyRange(Mask):
+    """Query q sees the keys from `first[q]` to `last[q]`, both included; none where `first[q] > last[q]`.
+
+    Args:
+      first, last: whole numbers for each query, (T,) or (B, T), 32 bits of them.
+
+    Raises:
+      ArgumentError: they are no whole numbers or of the wrong shape.
+
+    Example:
+      >>> print(KeyRange(first=np.array([0, 2, 1]), last=np.array([1, 4, 0])).draw(3, 5))
+      ##...
+      ..###
+      .....
+    """
+
+    first: Int[Array, "*B T"]
+    last: Int[Array, "*B T"]
+
+    def __post_init__(self):
+        for name in ("first", "last"):
+            ends = int32(name, getattr(self, name))
+            # More axes are no error here: `jax.vmap` may take them away before the mask is bound to a problem.
+            if ends.ndim == 0:
+                raise ShapeError(name, found=f"shape {ends.shape}", wanted="(T,) or (B, T)")
+            object.__setattr__(self, name, ends)
+
+    def values(self) -> tuple[Value, ...]:
+        return tuple(Value(ends, "BT"[-ends.ndim :]) for ends in (self.first, self.last))
+
+    def evaluate(self, q, k, first, last):
+        return (k >= first) & (k <= last)
+
+    def tile_kind(self, queries: Interval, keys: Interval, first: Interval, last: Interval) -> Any:
+        empty = (keys.last < first.first) | (keys.first > last.last)
+        return kind_of(full=(keys.first >= first.last) & (keys.last <= last.first), empty=empty)
+
+    def bind(self, *, B: int, N: int, T: int, S: int) -> "KeyRange":
+        return KeyRange(*(at_batch_and_token(name, getattr(self, name), "T", T, B=B) for name in ("first", "last")))
+
+    def __repr__(self) -> str:
+        return f"KeyRange({shown(self.first)}, {shown(self.last)})"
 
 
 @pattern
@@ -316,7 +456,7 @@ class Segments(Mask):
             ids = getattr(self, name)
             if ids is None and name == "kv_ids":
                 continue
-            ids_int32 = _int32(name, ids)
+            ids_int32 = int32(name, ids)
             # More axes are no error here: `jax.vmap` may take them away before the mask is bound to a problem.
             if ids.ndim == 0:
                 raise ShapeError(name, found=f"shape {ids.shape}", wanted="(length,) or (B, length)")
@@ -324,7 +464,7 @@ class Segments(Mask):
                 raise ArgumentError(name, found=f"ids from {ids.min()} to {ids.max()}", wanted="ids that fit 32 bits")
             object.__setattr__(self, name, ids_int32)
         if self.padding_id is not None:
-            if not _is_int(self.padding_id) or not _INT32.min <= self.padding_id <= _INT32.max:
+            if not is_int(self.padding_id) or not abs(self.padding_id) < 2**31:
                 raise ArgumentError("padding_id", found=repr(self.padding_id), wanted="an int of 32 bits or None")
             object.__setattr__(self, "padding_id", int(self.padding_id))
 
@@ -351,26 +491,15 @@ class Segments(Mask):
         return kind_of(full=full, empty=empty)
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Segments":
-        def bound(name: str, ids: Any, length: int, letter: str) -> Any:
-            if ids.shape not in ((length,), (1, length), (B, length)):
-                raise ShapeError(
-                    name,
-                    found=f"shape {ids.shape}",
-                    wanted=f"({letter},) or (B, {letter}) with B={B}, {letter}={length}",
-                    hint="Give a pair of ids, for queries and for keys, where they differ in length."
-                    if name == "kv_ids"
-                    else "",
-                )
-            shape = (1, length) if ids.ndim == 1 else ids.shape
-            return _reshaped(ids, shape)
-
+        q_ids = at_batch_and_token("q_ids", self.q_ids, "T", T, B=B)
+        hint = "Give a pair of ids, for queries and for keys, where they differ in length."
         return Segments(
-            bound("q_ids", self.q_ids, T, "T"), bound("kv_ids", self._key_ids, S, "S"), padding_id=self.padding_id
+            q_ids, at_batch_and_token("kv_ids", self._key_ids, "S", S, B=B, hint=hint), padding_id=self.padding_id
         )
 
     def __repr__(self) -> str:
         padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"
-        return f"Segments({_shown(self.q_ids)}, {_shown(self.kv_ids)}{padding})"
+        return f"Segments({shown(self.q_ids)}, {shown(self.kv_ids)}{padding})"
 
 
 @pattern
@@ -392,7 +521,7 @@ class Dense(Mask):
     array: Bool[Array, "..."]
 
     def __post_init__(self):
-        if not _is_array(self.array):
+        if not is_array(self.array):
             raise ArgumentError("array", found=repr(self.array), wanted="an array of booleans")
         if self.array.dtype != np.bool_:
             raise DtypeError(
@@ -416,19 +545,7 @@ class Dense(Mask):
         if len(shape) > 4 or any(found not in (1, wanted) for found, wanted in zip(shape, (B, N, T, S))):
             wanted = f"broadcastable to (B, N, T, S) = {(B, N, T, S)}"
             raise ShapeError("mask", found=f"shape {self.array.shape}", wanted=wanted)
-        return Dense(_reshaped(self.array, shape))
+        return Dense(reshaped(self.array, shape))
 
     def __repr__(self) -> str:
-        return f"Dense({_shown(self.array)})"
-
-
-def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, array.dtype)
-    return array.reshape(shape)
-
-
-def _shown(value: Any) -> str:
-    if not _is_array(value):
-        return repr(value)
-    return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+        return f"Dense({shown(self.array)})"

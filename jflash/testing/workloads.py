@@ -4,7 +4,21 @@ import dataclasses
 
 import numpy as np
 
-from jflash.masks import Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks import (
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    MaskFn,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    Tree,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +78,16 @@ _CROSS = _SMALL | {"T": 37, "S": 101}
 # And with even lengths and Hv as H, which some kernels want.
 _EVEN = _SMALL | {"T": 94, "Hv": 16}
 
+
+def _parents(nodes: int) -> np.ndarray:
+    """Of each node one of the three before it, or -1."""
+    return np.maximum(np.arange(nodes) - 1 - _random(8).integers(0, 3, nodes), -1)
+
+
+def _near_or_marked(b, n, q, k, reach, marked, stride):
+    return (abs(q + 30 - k) <= reach) | marked & (b == 0) | (k % (stride + 2) == n)
+
+
 CONTRACT: tuple[Workload, ...] = (
     Workload(name="full", **_SMALL),
     Workload(name="full_cross", **_CROSS),
@@ -89,6 +113,25 @@ CONTRACT: tuple[Workload, ...] = (
         name="or_and",
         mask=(Causal() | Lengths(kv=np.array([11, 0], np.int32))) & SlidingWindow(40, None),
         **_SMALL,
+    ),
+    Workload(name="prefix_lm", mask=PrefixLM(np.array([30, 0], np.int32)), **_SMALL),
+    Workload(name="chunked_causal", mask=Chunked(30) & Causal(), **_SMALL),
+    Workload(name="not_dilated", mask=~Dilated(5) & SlidingWindow(30, 20), **_CROSS),
+    Workload(
+        name="key_ranges",
+        mask=KeyRange(*np.sort(_random(5).integers(-3, 105, (2, 2, 37)), axis=0)),
+        **_CROSS,
+    ),
+    Workload(name="tree", mask=Tree(_parents(37), prefix=np.array([50, 3], np.int32), keys=101), **_CROSS),
+    Workload(
+        name="function",
+        mask=MaskFn(
+            _near_or_marked,
+            per_query=(_random(6).integers(0, 20, (2, 37)),),
+            per_key=(_random(7).random(101) < 0.1,),
+            per_head=(np.arange(6),),
+        ),
+        **_CROSS,
     ),
     Workload(name="nothing", mask=SlidingWindow(2, 2, offset=1000), **_SMALL),
     Workload(name="mqa_decode", B=3, T=1, S=130, N=8, K=1, H=32, mask=Causal(offset=np.array([129, 0, 57], np.int32))),

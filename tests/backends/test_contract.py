@@ -71,6 +71,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         Refusal(r"16 bits and never narrows; q, k and v are float32", dtypes=("float32",)),
         Refusal(r"do not take a bias", workloads=("bias_pair", "bias_head_causal", "bias_row_softcap")),
         Refusal(r"do not take a softcap", workloads=("softcap",)),
+        Refusal(r"do not run a function of the caller's yet", workloads=("function",)),
         Refusal(r"not along BNTS", workloads=("dense_per_head", "dense_broadcast")),
         Refusal(r"Hv=12 is no multiple of 8", workloads=("few_keys",)),
     ),
@@ -84,7 +85,8 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
             workloads=(
                 "full", "full_cross", "causal", "causal_bottom_right", "causal_offset_per_row", "window",
                 "window_left_offset", "documents_causal", "segments_unsorted", "lengths", "dense_per_head",
-                "dense_broadcast", "or_and", "nothing",
+                "dense_broadcast", "or_and", "nothing", "prefix_lm", "chunked_causal", "not_dilated", "key_ranges",
+                "tree", "function",
             ),
         ),
         Refusal(r"Hv=12 and H=8", workloads=("few_keys",)),

@@ -8,7 +8,24 @@ import numpy as np
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow
+from jflash.masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    MaskFn,
+    Not,
+    Or,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    Tree,
+)
 
 # The same examples on every run, so that a failure is a fault of the change that shows it.
 # HYPOTHESIS_PROFILE=default looks for new ones.
@@ -81,6 +98,54 @@ def denses(draw: Callable, sizes: Sizes) -> Mask:
     return Dense(coarse)
 
 
+@st.composite
+def key_ranges(draw: Callable, sizes: Sizes) -> Mask:
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    first, last = (
+        random.integers(-2, sizes.S + 2, draw(st.sampled_from([(sizes.T,), (1, sizes.T), (sizes.B, sizes.T)])))
+        for _ in range(2)
+    )
+    # In order half of the time, as those of documents: then tiles are empty and full.
+    return (
+        KeyRange(*map(np.sort, (np.minimum(first, last), np.maximum(first, last))))
+        if draw(st.booleans())
+        else KeyRange(first, last)
+    )
+
+
+@st.composite
+def token_trees(draw: Callable, sizes: Sizes) -> Mask:
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = draw(st.sampled_from([(sizes.T,), (sizes.B, sizes.T)]))
+    branching = draw(st.sampled_from([1, 3, 40]))
+    nodes = np.arange(sizes.T)
+    parents = np.maximum(nodes - 1 - random.integers(0, branching, shape), -1)
+    # What does not fit behind the prefix is cut off: the last keys are nodes, or there are more keys than nodes.
+    room = max(sizes.S - sizes.T, 0)
+    return Tree(parents, prefix=draw(st.integers(0, room)), keys=sizes.S)
+
+
+def _of_indices(b, n, q, k):
+    return (q * 3 + k * 5 + n * 7 + b) % 4 < 2
+
+
+def _of_values(b, n, q, k, reach, weight, pair):
+    return (abs(q // 4 - k // 4) <= reach) & (weight > 0.3) | pair
+
+
+@st.composite
+def functions(draw: Callable, sizes: Sizes) -> Mask:
+    if draw(st.booleans()):
+        return MaskFn(_of_indices)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return MaskFn(
+        _of_values,
+        per_query=(random.integers(0, 2, (sizes.B, sizes.T)),),
+        per_head=(random.random(sizes.N).astype(np.float32),),
+        per_pair=(random.random((sizes.T, sizes.S)) < 0.02,),
+    )
+
+
 # Every public pattern has its line here; `test_tile_map.test_every_pattern_is_tried` sees to it.
 PATTERNS: dict[type[Mask], Callable[[Sizes], st.SearchStrategy[Mask]]] = {
     Full: lambda sizes: st.just(Full()),
@@ -89,6 +154,11 @@ PATTERNS: dict[type[Mask], Callable[[Sizes], st.SearchStrategy[Mask]]] = {
     Lengths: lengths,
     Segments: segments,
     Dense: denses,
+    PrefixLM: lambda sizes: st.builds(PrefixLM, per_row(sizes, 0, sizes.S + 3)),
+    Chunked: lambda sizes: st.builds(Chunked, st.integers(1, 50)),
+    Dilated: lambda sizes: st.builds(Dilated, st.integers(1, 9)),
+    KeyRange: key_ranges,
+    Tree: token_trees,
 }
 
 
@@ -101,4 +171,5 @@ def trees(leaf: st.SearchStrategy[Mask], combine: tuple[type[Mask], ...] = (And,
     if depth == 0:
         return leaf
     parts = st.lists(trees(leaf, combine, depth - 1), min_size=1, max_size=3)
-    return leaf | st.builds(lambda kind, parts: kind(*parts), st.sampled_from(combine), parts)
+    combined = leaf | st.builds(lambda kind, parts: kind(*parts), st.sampled_from(combine), parts)
+    return combined if combine != (And, Or) else combined | st.builds(Not, combined)

@@ -1,5 +1,6 @@
 """The truth of each mask against matrices drawn by hand, and what a mask is as an object: record, pytree, picture."""
 
+import functools
 import pathlib
 import re
 import textwrap
@@ -12,7 +13,24 @@ import pytest
 
 import jflash.masks
 from jflash.errors import ArgumentError, DtypeError, ShapeError
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow, TileMap
+from jflash.masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    MaskFn,
+    Or,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    TileMap,
+    Tree,
+)
 from jflash.masks.mask import MaskStructure, TileKind
 
 # All different, so that no axis can be taken for another.
@@ -492,7 +510,135 @@ COMBINED = {
     ),
 }
 
+PREFIX = {
+    "prefix": Case(PrefixLM(2), "\n##...\n##...\n###..\n####."),
+    "prefix, per batch row": Case(
+        PrefixLM(np.array([0, 4])),
+        """
+        #....   ####.
+        ##...   ####.
+        ###..   ####.
+        ####.   ####.
+        """,
+    ),
+    "prefix past the end": Case(PrefixLM(2**40), EVERYTHING),
+    "prefix below zero": Case(PrefixLM(jnp.array(-3)), LOWER),
+}
+
+CHUNKED = {
+    "chunks of 1": Case(Chunked(1), DIAGONAL),
+    "chunks of 2": Case(Chunked(np.uint8(2)), "\n##...\n##...\n..##.\n..##."),
+    "chunks of 3, causal": Case(Chunked(3) & Causal(), "\n#....\n##...\n###..\n...#."),
+    "one chunk": Case(Chunked(2**30), EVERYTHING),
+}
+
+DILATED = {
+    "every key": Case(Dilated(1), EVERYTHING),
+    "every third key": Case(Dilated(3), "\n#..#.\n.#..#\n..#..\n#..#."),
+    "step past the end": Case(Dilated(7), DIAGONAL),
+}
+
+KEY_RANGE = {
+    "ranges": Case(KeyRange(np.array([0, 2, 4, 3]), np.array([1, 4, 2, 3])), "\n##...\n..###\n.....\n...#."),
+    "ranges, per batch row": Case(
+        KeyRange(jnp.array([[0, 0, 1, 5], [-9, 1, 0, 0]]), np.array([9, 2, 1, 9])),
+        """
+        #####   #####
+        ###..   .##..
+        .#...   ##...
+        .....   #####
+        """,
+    ),
+}
+
+TREE = {
+    "tree": Case(Tree(np.array([-1, 0, 0, 1]), prefix=1), "\n##...\n###..\n##.#.\n###.#"),
+    "trees, per batch row": Case(
+        Tree(jnp.array([[-1, 0, 0, 1], [-1, -1, 1, 2]]), prefix=1),
+        """
+        ##...   ##...
+        ###..   #.#..
+        ##.#.   #.##.
+        ###.#   #.###
+        """,
+    ),
+    "tree behind prefixes": Case(
+        Tree(np.array([-1, 0, 0, 1]), prefix=np.array([0, 1]), keys=5),
+        """
+        #....   ##...
+        ##...   ###..
+        #.#..   ##.#.
+        ##.#.   ###.#
+        """,
+    ),
+}
+
+NOT = {
+    "not": Case(~Causal(), "\n.####\n..###\n...##\n....#"),
+    "not of values": Case(
+        ~(Lengths(kv=np.array([2, 0])) | SlidingWindow(0, 0)),
+        """
+        ..###   .####
+        ..###   #.###
+        ...##   ##.##
+        ..#.#   ###.#
+        """,
+    ),
+    "not not": Case(~~Causal(), LOWER),
+}
+
+FUNCTION = {
+    "function": Case(MaskFn(lambda b, n, q, k: (q + k) % 3 == 0), "\n#..#.\n..#..\n.#..#\n#..#."),
+    "function of nothing but the query": Case(MaskFn(lambda b, n, q, k: q > 1), "\n.....\n.....\n#####\n#####"),
+    "function of batch row and head": Case(
+        MaskFn(lambda b, n, q, k: (k <= q + n) & (k >= b)),
+        """
+        #....   .....
+        ##...   .#...
+        ###..   .##..
+        ####.   .###.
+
+        ##...   .#...
+        ###..   .##..
+        ####.   .###.
+        #####   .####
+
+        ###..   .##..
+        ####.   .###.
+        #####   .####
+        #####   .####
+        """,
+    ),
+    "function of values": Case(
+        MaskFn(
+            lambda b, n, q, k, reach, weight, low, flag, pair: (k - q <= reach) & (weight > low) & flag | pair,
+            per_query=(np.array([0, 1, 0, 9]),),
+            per_key=(jnp.array([[0.5, 0.1, 0.9, 0.4, 0.2], [0.0, 0.6, 0.6, 0.6, 0.6]]),),
+            per_head=(np.array([0.3, 0.0, 0.45]),),
+            per_batch=(np.array([True, False]),),
+            per_pair=(np.eye(T, S, dtype=bool)[::-1],),
+        ),
+        """
+        #..#.   ...#.
+        #.#..   ..#..
+        ###..   .#...
+        #.##.   #....
+
+        #..#.   ...#.
+        ###..   ..#..
+        ###..   .#...
+        #####   #....
+
+        #..#.   ...#.
+        #.#..   ..#..
+        ###..   .#...
+        #.#..   #....
+        """,
+    ),
+}
+
 CASES = FULL | CAUSAL | WINDOW | LENGTHS | SEGMENTS | DENSE | COMBINED
+CASES |= PREFIX | CHUNKED | DILATED | KEY_RANGE | TREE | NOT | FUNCTION
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -663,6 +809,10 @@ def test_key_ids_of_a_square_problem_are_those_of_the_queries():
         assert (mask.allowed(**square) == wanted[:, 0]).all()
 
 
+def _near(b, n, q, k, *values):
+    return abs(q - k) <= 1
+
+
 class TestObject:
     """A mask is a frozen record, combines with & and |, prints itself and is no truth value."""
 
@@ -713,6 +863,15 @@ class TestObject:
             (Segments(np.arange(4)), "Segments(int32[4], None)"),
             (Segments(np.zeros((2, 4), int), np.zeros(5, int), -1), "Segments(int32[2, 4], int32[5], padding_id=-1)"),
             (Dense(np.ones((4, 5), bool)), "Dense(bool[4, 5])"),
+            (PrefixLM(3), "PrefixLM(int32[])"),
+            (Chunked(np.int16(3)), "Chunked(3)"),
+            (Dilated(2), "Dilated(2)"),
+            (KeyRange(np.arange(4), np.arange(4)), "KeyRange(int32[4], int32[4])"),
+            (Tree(np.array([-1, 0, 0, 1]), prefix=1), "Tree(int32[4], int32[5])"),
+            (~Causal(), "~Causal(offset=0)"),
+            (~(Causal() & Full()), "~(Causal(offset=0) & Full())"),
+            (MaskFn(_near, per_head=(np.ones(3, np.float32),)), "MaskFn(_near, per_head=(float32[3],))"),
+            (MaskFn(functools.partial(_near)), "MaskFn(partial)"),
             (Causal() & Full() | SlidingWindow(0, 0), "((Causal(offset=0) & Full()) | SlidingWindow(0, 0, offset=0))"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
@@ -745,6 +904,12 @@ class TestPytree:
             (Segments(np.arange(4)), 1),
             (Segments(np.arange(4), np.arange(5), padding_id=3), 2),
             (Dense(np.ones((4, 5), bool)), 1),
+            (PrefixLM(3), 1),
+            (Chunked(3) & ~Dilated(2), 0),
+            (KeyRange(np.arange(4), np.arange(4)), 2),
+            (Tree(np.array([-1, 0, 0, 1])), 3),
+            (MaskFn(_near), 0),
+            (MaskFn(_near, per_query=(np.arange(4),), per_pair=(np.ones((4, 5)), np.ones((4, 1)))), 3),
             (Causal() & Lengths(q=1, kv=2) & (Dense(np.ones((4, 5), bool)) | Segments(np.arange(4))), 4),
         ],
         ids=lambda value: repr(value) if isinstance(value, Mask) else "",
@@ -831,7 +996,7 @@ class TestStructure:
 
     @each_case
     def test_equal_for_equal_shapes(self, case):
-        one, other = case.mask, jax.tree.map(lambda leaf: leaf ^ leaf, case.mask)
+        one, other = case.mask, jax.tree.map(lambda leaf: leaf * np.array(0, leaf.dtype), case.mask)
         assert MaskStructure.of(one) == MaskStructure.of(other)
         assert hash(MaskStructure.of(one)) == hash(MaskStructure.of(other))
 
@@ -894,6 +1059,30 @@ IDS = np.arange(T)
         (lambda: Segments(IDS, padding_id=True), ArgumentError, "padding_id", "found True"),
         (lambda: Segments(IDS, padding_id=2**31), ArgumentError, "padding_id", "32 bits"),
         (lambda: Dense([[True]]), ArgumentError, "array", "an array of booleans"),
+        (lambda: PrefixLM(2.5), ArgumentError, "prefix", "found 2.5, wanted an int or an array"),
+        (lambda: PrefixLM(np.arange(3)).bind(**SIZES), ShapeError, "prefix", r"\(3,\), wanted \(\) or \(B,\) with B=2"),
+        (lambda: Chunked(0), ArgumentError, "size", "found 0, wanted a whole number of at least 1"),
+        (lambda: Chunked(True), ArgumentError, "size", "found True"),
+        (lambda: Dilated(2.0), ArgumentError, "step", r"found 2\.0"),
+        (lambda: KeyRange(np.array(3), np.arange(4)), ShapeError, "first", r"shape \(\), wanted \(T,\) or \(B, T\)"),
+        (lambda: KeyRange(np.arange(4), np.arange(4.0)), DtypeError, "last", "dtype float64, wanted whole numbers"),
+        (lambda: KeyRange(np.arange(5), np.arange(5)).bind(**SIZES), ShapeError, "first", r"\(5,\), .* T=4"),
+        (lambda: Tree(np.array([0, 0])), ArgumentError, "parents", "of each node an earlier one, or -1"),
+        (lambda: Tree(np.array([-2, 0])), ArgumentError, "parents", "or -1"),
+        (lambda: Tree(np.array(-1)), ShapeError, "parents", r"shape \(\)"),
+        (lambda: Tree(np.array([-1]), prefix=np.array([1])), ArgumentError, "keys", "the number of keys, S"),
+        (lambda: Tree(np.array([-1] * 4), prefix=2).bind(**SIZES), ShapeError, "mask", "6 keys .* at most S=5"),
+        (lambda: Tree(np.array([-1] * 3)).bind(**SIZES), ShapeError, "parents", r"\(3,\), .* T=4"),
+        (lambda: MaskFn(3), ArgumentError, "fn", "found int, wanted a function"),
+        (
+            lambda: MaskFn(_near, per_key=np.ones(5)),
+            ArgumentError,
+            "per_key",
+            "found ndarray, wanted a tuple of arrays",
+        ),
+        (lambda: MaskFn(_near, per_key=(np.ones(4),)).bind(**SIZES), ShapeError, "per_key", r"\(4,\), .*B=2, S=5"),
+        (lambda: MaskFn(_near, per_head=(np.ones((1, 2, 3)),)).bind(**SIZES), ShapeError, "per_head", "1 to 2 axes"),
+        (lambda: MaskFn(_near, per_pair=(np.ones(5),)).bind(**SIZES), ShapeError, "per_pair", "2 to 4 axes .*T=4, S=5"),
         (lambda: Dense(np.zeros((T, S))), DtypeError, "array", "dtype float64, wanted bool.* belongs into `bias`"),
         (lambda: Dense(np.zeros((T, S), int)), DtypeError, "array", "dtype int64"),
         (lambda: Dense(np.zeros(S, bool)), ShapeError, "array", r"rank 2, 3 or 4"),
@@ -950,7 +1139,8 @@ def test_the_pictures_of_the_readme():
         mask = eval(expression, names)
         assert mask.draw(len(rows), len(rows[0])) == "\n".join(rows), expression
         drawn_patterns.add(type(mask))
-    assert drawn_patterns == {Full, Causal, SlidingWindow, Lengths, Segments, Dense, And, Or}
+    public = {value for value in vars(jflash.masks).values() if isinstance(value, type) and issubclass(value, Mask)}
+    assert drawn_patterns == public - {Mask}
 
 
 def test_the_mask_that_the_readme_adds():
@@ -965,8 +1155,8 @@ def test_the_mask_that_the_readme_adds():
         ###....
         ###....
         ###....
-        ...###.
-        ...###.
+        ######.
+        ######.
     """)[0, 0]
     assert (mask.allowed(np.arange(5)[:, None], np.arange(7)) == wanted).all()
     assert (np.asarray(jax.jit(lambda m: m.allowed(np.arange(5)[:, None], np.arange(7)))(mask)) == wanted).all()

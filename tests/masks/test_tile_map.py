@@ -13,10 +13,40 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import COMPILED, PATTERNS, PROPERTY, Sizes, patterns, segments, sizes, trees
+from mask_strategies import (
+    COMPILED,
+    PATTERNS,
+    PROPERTY,
+    Sizes,
+    functions,
+    key_ranges,
+    patterns,
+    segments,
+    sizes,
+    token_trees,
+    trees,
+)
 
 import jflash.masks
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow, TileMap
+from jflash.masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    MaskFn,
+    Not,
+    Or,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    TileMap,
+    Tree,
+)
 from jflash.masks.mask import TileKind
 from jflash.masks.tile_map import lists_of, union
 
@@ -103,7 +133,7 @@ def kinds_of_run(run: Any, columns: int) -> np.ndarray:
 
 def test_every_pattern_is_tried():
     public = {value for value in vars(jflash.masks).values() if isinstance(value, type) and issubclass(value, Mask)}
-    assert public - {Mask, And, Or} == set(PATTERNS)
+    assert public - {Mask, And, Or, Not, MaskFn} == set(PATTERNS)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +159,7 @@ def test_sound(case):
     assert_sound(kinds_of(case), truth(case))
 
 
-@pytest.mark.parametrize("pattern", [Full, Causal, SlidingWindow, Lengths, Dense])
+@pytest.mark.parametrize("pattern", [Full, Causal, SlidingWindow, Lengths, Dense, PrefixLM, Chunked, Dilated])
 def test_exact(pattern):
     """What a single pattern with spans says of a tile is all there is to say, and so is the minimum of booleans."""
 
@@ -148,6 +178,27 @@ def test_segments_are_full_exactly(case):
     assert ((kinds_of(case) == FULL) == truth(case).every).all()
 
 
+exact_patterns = [make for pattern, make in PATTERNS.items() if pattern not in (Segments, KeyRange, Tree)]
+
+
+@settings(PROPERTY, max_examples=100)
+@given(posed(lambda sizes: key_ranges(sizes) | token_trees(sizes)))
+def test_ranges_and_trees_are_full_exactly(case):
+    assert ((kinds_of(case) == FULL) == truth(case).every).all()
+
+
+@settings(PROPERTY, max_examples=60)
+@given(posed(lambda sizes: st.builds(Not, st.one_of(*(make(sizes) for make in exact_patterns)))))
+def test_a_not_is_as_exact_as_its_mask(case):
+    assert (kinds_of(case) == truth(case).kinds).all()
+
+
+@settings(COMPILED)
+@given(posed(functions, longest=24))
+def test_a_function_is_exact(case):
+    assert (kinds_of(case) == truth(case).kinds).all()
+
+
 @st.composite
 def documents(draw: Callable, sizes: Sizes) -> Mask:
     """Packed documents, one after the other with ascending ids; the queries are the last of the tokens, or all."""
@@ -163,9 +214,6 @@ def documents(draw: Callable, sizes: Sizes) -> Mask:
 def test_documents_are_exact(case):
     # Without a gap in the ids two ranges that overlap share an id. See `test_where_the_proof_gives_away` for the rest.
     assert (kinds_of(case) == truth(case).kinds).all()
-
-
-exact_patterns = [make for pattern, make in PATTERNS.items() if pattern is not Segments]
 
 
 @settings(PROPERTY, max_examples=100)
@@ -227,7 +275,7 @@ def test_form_follows_from_the_spans(case):
         match mask:
             case And():
                 return all(map(has_spans, mask.masks))
-            case Full() | Causal() | SlidingWindow() | Lengths():
+            case Full() | Causal() | SlidingWindow() | Lengths() | PrefixLM() | Chunked():
                 return True
             case _:
                 return False

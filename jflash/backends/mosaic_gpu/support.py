@@ -48,6 +48,8 @@ def notes(problem: Problem) -> tuple[str, ...]:
 
 
 def _refused_values(problem: Problem) -> str | None:
+    if problem.mask.mask.has_function:
+        return "its kernels do not run a function of the caller's yet, as MaskFn has one"
     for value in problem.mask.mask.values():
         if "N" in value.axes:
             return f"its kernels take mask values per batch row, query or key, not along {value.axes} (a dense mask)"

@@ -4,6 +4,7 @@ from jflash import masks as masks
 from jflash.api import dot_product_attention as dot_product_attention
 from jflash.api import explain as explain
 from jflash.api import flash_attention as flash_attention
+from jflash.api import flash_attention_varlen as flash_attention_varlen
 from jflash.api import flash_attention_with_lse as flash_attention_with_lse
 from jflash.backends.protocol import RESIDUAL_NAMES as RESIDUAL_NAMES
 from jflash.errors import ArgumentError as ArgumentError

@@ -13,7 +13,7 @@ from jflash.backends.platforms import per_platform
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.hardware import Hardware, named, of_device, present
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow, packed
 from jflash.masks.mask import MaskStructure
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype
@@ -158,6 +158,58 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = 
     problem, bound_mask = _pose(q, k, v, lse=lse, **arguments)
     target = _hardware(hardware, (q, k, v, arguments.get("bias"), bound_mask))
     return explain_plan(problem, target, backend=backend, tiles=tiles)
+
+
+def flash_attention_varlen(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K Hv"],
+    cu_seqlens_q: Int[Array, " sequences+1"],
+    cu_seqlens_k: Int[Array, " sequences+1"] | None = None,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    tiles: Any = None,
+) -> Float[Array, "T N Hv"]:
+    """`flash_attention` on sequences of any lengths, packed one after the other without padding.
+
+    `jflash.masks.packed` is the mask, for other calls: with lse, with a bias.
+
+    Args:
+      q, k, v: the tokens of all sequences, and slack at the end if there is any.
+      cu_seqlens_q: where the queries of each sequence begin, and where the last ones end: whole numbers from 0 on,
+        ascending. They may be traced: other lengths do not compile again. Queries past the last number give 0.
+      cu_seqlens_k: likewise for the keys; None is the same as for the queries.
+      causal, window: within each sequence, whose last query stands at its last key, as in FlashAttention.
+      softcap, scale, deterministic, backend, tiles: as of `flash_attention`.
+
+    Returns:
+      (T, N, Hv) in the dtype of q.
+
+    Raises:
+      ShapeError, DtypeError, ArgumentError: an argument is not as above; the message says which and what is wanted.
+      UnsupportedError: the backend asked for cannot do this; the message says why.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 100, 4, 64))
+      >>> jflash.flash_attention_varlen(q, k, v, np.array([0, 30, 30, 100]), causal=True).shape
+      (100, 4, 64)
+    """
+    check_arrays(q, k, v)
+    if q.ndim != 3:
+        raise ShapeError("q", found=f"shape {q.shape}", wanted="(T, N, H): all sequences one after the other, no batch")
+    band = SlidingWindow(None, None) if window is None else _window(window, "window")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    lengths = {"T": q.shape[0], "S": k.shape[0]}
+    mask = packed(cu_seqlens_q, cu_seqlens_k, causal=causal, window=(band.left, band.right), **lengths)
+    return flash_attention(
+        q, k, v, mask=mask, softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles
+    )
 
 
 def dot_product_attention(

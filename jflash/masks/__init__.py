@@ -17,3 +17,4 @@ from jflash.masks.patterns import Segments as Segments
 from jflash.masks.patterns import SlidingWindow as SlidingWindow
 from jflash.masks.tile_map import TileMap as TileMap
 from jflash.masks.tree import Tree as Tree
+from jflash.masks.varlen import packed as packed

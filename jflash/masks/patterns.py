@@ -288,7 +288,8 @@ class PrefixLM(Mask):
         return (Value(self.prefix, "B" if self.prefix.ndim else ""),)
 
     def evaluate(self, q, k, prefix):
-        return (k <= q) | (k < prefix)
+        # One comparison for each pair: what belongs to the query alone is the same for all of its keys.
+        return k <= maximum(q, prefix - 1)
 
     def key_span(self, queries: Interval, prefix) -> Span:
         hull, common = (Interval(0, maximum(q, prefix - 1)) for q in (queries.last, queries.first))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 
 from jflash.errors import ArgumentError, ShapeError
@@ -108,19 +109,49 @@ def _numbers(parents: Any, prefix: Any, keys: int) -> tuple[Any, Any, Any]:
 
 
 def _depth_first(parents: Int[Array, "*B T"]) -> tuple[Any, Any]:
-    """The number of each node in depth-first order, and that of its last descendant; T x T of work and memory."""
-    T = parents.shape[-1]
-    node = np.arange(T)
-    # Whether a node is an ancestor of another, or itself: steps to the parent, doubled until they reach any depth.
-    above = ((parents[..., :, None] == node) | (node[:, None] == node)).astype(np.int32)
-    for _ in range((T - 1).bit_length()):
-        above = (above @ above > 0).astype(np.int32)
-    size = above.sum(-2)
-    # A node's number is one more than its parent's, and the sizes of the subtrees of its earlier siblings.
-    earlier = (parents[..., :, None] == parents[..., None, :]) & (node[:, None] > node)
-    step = 1 + (earlier.astype(np.int32) * size[..., None, :]).sum(-1)
-    order = (above * step[..., None, :]).sum(-1) - 1
-    return order.astype(np.int32), (order + size - 1).astype(np.int32)
+    """The number of each node in depth-first order, and that of its last descendant.
+
+    Work in T log T, under numpy as under JAX: each round looks twice as far up.
+    """
+    xp = jnp if is_traced(parents) else np
+    *shape, T = parents.shape
+    parents = parents.reshape(-1, T)
+    # Node T is the root of all, and its own parent.
+    rows = parents.shape[0]
+    parent = xp.concatenate([xp.where(parents < 0, T, parents), xp.full((rows, 1), T, np.int32)], 1)
+    rounds = T.bit_length()
+
+    # Descendants, themselves included: those at most d above, and those that these reach in as many steps.
+    size, far = xp.ones((rows, T + 1), np.int32), parent
+    for _ in range(rounds):
+        size = size + _sums(xp.where(far == T, 0, size), far)
+        far = xp.take_along_axis(far, far, 1)
+
+    # A node's number is one more than its parent's, and the sizes of its earlier siblings.
+    by_parent = xp.argsort(parent[:, :T], axis=1, stable=True)
+    of_parent, sizes = (xp.take_along_axis(x[:, :T], by_parent, 1) for x in (parent, size))
+    before = xp.cumsum(sizes, axis=1) - sizes
+    is_first = xp.concatenate([xp.ones((rows, 1), bool), of_parent[:, 1:] != of_parent[:, :-1]], 1)
+    start = xp.where(is_first, before, 0)
+    start = lax.cummax(start, 1) if xp is jnp else np.maximum.accumulate(start, 1)
+    step = 1 + xp.take_along_axis(before - start, xp.argsort(by_parent, axis=1), 1)
+
+    # The sum of the steps of a node and of its ancestors.
+    order, far = xp.concatenate([step, xp.zeros((rows, 1), step.dtype)], 1), parent
+    for _ in range(rounds):
+        order = order + xp.take_along_axis(order, far, 1)
+        far = xp.take_along_axis(far, far, 1)
+    order, size = (x[:, :T].astype(np.int32).reshape(*shape, T) for x in (order - 1, size))
+    return order, order + size - 1
+
+
+def _sums(values: Any, at: Any) -> Any:
+    """In each row, the sum of the values that go to each place."""
+    rows, width = values.shape
+    places = (at + np.arange(rows, dtype=np.int32)[:, None] * width).reshape(-1)
+    if is_traced(values, places):
+        return jnp.zeros(rows * width, values.dtype).at[places].add(values.reshape(-1)).reshape(rows, width)
+    return np.bincount(places, values.reshape(-1), rows * width).astype(values.dtype).reshape(rows, width)
 
 
 def _padded(array: Any, behind: int, number: int) -> Any:

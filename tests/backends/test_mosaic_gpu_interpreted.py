@@ -17,7 +17,7 @@ import jflash
 from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
 from jflash.backends.protocol import Operands
-from jflash.masks import Causal, Lengths, Segments, SlidingWindow
+from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
 from jflash.problem import Problem
 from jflash.testing.budget import measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
@@ -41,6 +41,9 @@ def workload(name: str, **changed: Any) -> Workload:
 DOCUMENTS = np.repeat(int32(1, 2, 3, 0), [70, 50, 60, 20])[None]
 UNSORTED = np.random.default_rng(0).integers(0, 3, (2, 233), np.int32)
 
+# First and last keys of 90 queries, and a parent for each.
+RANGES = *np.sort(UNSORTED[:, :90] * 40 + np.arange(90), axis=0).astype(np.int32), np.arange(90) // 3 - 1
+
 # Together they have every kind of mask, of head dims and of lengths, of which multiples of 8 take one form of `Pieces`
 # and all others another. Interpretation takes about half a second for each block of threads: these have one to four.
 WORKLOADS = [
@@ -54,6 +57,9 @@ WORKLOADS = [
     workload("segments_unsorted", mask=Segments(UNSORTED[:, :61], UNSORTED), B=2, T=61, S=233, H=72, Hv=104),
     workload("lengths", mask=Lengths(q=int32(30, 65), kv=int32(0, 111)), B=2, T=67, S=150, H=80),
     workload("or_and", mask=(Causal() | Lengths(kv=int32(11))) & SlidingWindow(100, None), T=190, H=64),
+    workload("prefix_lm", mask=PrefixLM(int32(70)), T=133, S=150, H=64),
+    workload("chunks_without_steps", mask=Chunked(90) & ~Dilated(3), T=130, S=150, H=128),
+    workload("ranges_and_trees", mask=KeyRange(RANGES[0], RANGES[1]) | Tree(RANGES[2], prefix=60), T=90, S=150, H=40),
     workload("one_query", mask=Causal(offset=int32(150, 3)), B=2, T=1, S=190),
     workload("few_keys", T=70, S=13, N=4, K=2, H=8, Hv=16),
     workload("wide", mask=Causal(), T=128, S=136, H=256),
@@ -62,7 +68,17 @@ WORKLOADS = [
     workload("float16_wide_odd", dtype="float16", T=67, S=129, H=136, Hv=200),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
-FAST = ("full", "causal", "causal_bottom_right", "offset_per_row", "window", "documents_causal", "or_and", "wide_odd")
+FAST = (
+    "full",
+    "causal",
+    "causal_bottom_right",
+    "offset_per_row",
+    "window",
+    "documents_causal",
+    "or_and",
+    "wide_odd",
+    "ranges_and_trees",
+)
 FAST_IN_TWO = ("full", "offset_per_row", "window")
 
 

@@ -10,7 +10,19 @@ import pytest
 
 from jflash import hardware
 from jflash.backends import mosaic_gpu
-from jflash.masks import Causal, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks import (
+    Causal,
+    Chunked,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    Tree,
+)
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 from tools.sass import Config, compile_lowered
@@ -38,6 +50,11 @@ def masks(T: int) -> dict[str, Mask]:
         "segments_causal": Segments(ids, padding_id=0) & Causal(),
         "lengths": Lengths(q=half, kv=half),
         "or": Causal() | Lengths(kv=half),
+        "prefix": PrefixLM(half),
+        "chunked_causal": Chunked(96) & Causal(),
+        "key_range": KeyRange(ids, ids),
+        "tree": Tree(np.full((1, T), -1)),
+        "not_dilated": ~Dilated(3),
     }
 
 

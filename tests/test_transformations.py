@@ -16,7 +16,7 @@ import jflash
 from jflash import UnsupportedError, flash_attention, flash_attention_with_lse
 from jflash.backends import registry
 from jflash.backends.xla import XlaTiles
-from jflash.masks import Causal, Lengths, Segments, SlidingWindow
+from jflash.masks import Causal, Lengths, MaskFn, Segments, SlidingWindow
 
 B, T, S, N, K, H, Hv = 4, 13, 18, 8, 4, 5, 6
 MASK = SlidingWindow(6, 2, offset=jnp.array([3, -2, 1, 0]))
@@ -370,6 +370,23 @@ def test_batch_and_heads_split_over_eight_devices(backend, kind, kv_heads):
         assert collectives(text, "all-to-all") == 0
     if backend != "reference":
         assert (collectives(text, "all-reduce") > 0) == (kv_heads < 4)
+
+
+def _by_head(b, n, q, k, low, stride):
+    return (q >= k) & ((k + b) % (n + 2) != 1) & (k >= low) | (q - k == stride)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_function_knows_its_batch_row_and_head_on_every_device(kind):
+    q, k, v = operands(K=4)
+    B, _, N, _ = q.shape
+    values = {"per_query": (np.arange(q.shape[1]) // 9,), "per_head": (np.arange(B * N).reshape(B, N),)}
+    mask = MaskFn(_by_head, **values)
+    wanted = flash_attention(q, k, v, mask=mask, backend="reference")
+    with jax.set_mesh(mesh := mesh_of(kind)):
+        placed = sharded(mesh, q, k, v, kv_heads=4)
+        found = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, backend="xla"))(*placed)
+    assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("backend", ["xla", "toy"])

@@ -15,6 +15,7 @@ from jflash.masks.patterns import Lengths as Lengths
 from jflash.masks.patterns import PrefixLM as PrefixLM
 from jflash.masks.patterns import Segments as Segments
 from jflash.masks.patterns import SlidingWindow as SlidingWindow
+from jflash.masks.picture import plot as plot
 from jflash.masks.tile_map import TileMap as TileMap
 from jflash.masks.tree import Tree as Tree
 from jflash.masks.varlen import packed as packed

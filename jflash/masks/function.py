@@ -76,7 +76,7 @@ class MaskFn(Mask):
       per_pair: arrays of rank 2 to 4, broadcastable to (B, N, T, S).
 
     Raises:
-      ArgumentError: `fn` is no function, or an array has another shape.
+      ArgumentError: `fn` is no function to booleans or captures a traced array, or an array has another shape.
 
     Source: the mask functions of FlexAttention (arXiv:2412.05496), with arrays as arguments.
 
@@ -102,6 +102,11 @@ class MaskFn(Mask):
     def __post_init__(self):
         if not callable(self.fn):
             raise ArgumentError("fn", found=type(self.fn).__name__, wanted="a function of (b, n, q, k, *values)")
+        captured = (cell.cell_contents for cell in getattr(self.fn, "__closure__", None) or ())
+        if any(isinstance(value, jax.core.Tracer) for value in captured):
+            hint = "A function is part of the compiled program, an argument is not."
+            wanted = "traced arrays as arguments, per_query=(...,) and the like"
+            raise ArgumentError("fn", found="a function that captures a traced array", wanted=wanted, hint=hint)
         for name in _AXES:
             arrays = getattr(self, name)
             if not isinstance(arrays, tuple | list):
@@ -153,16 +158,19 @@ class MaskFn(Mask):
         q_first, q_last, k_first, k_last = (jnp.asarray(x)[..., None] for x in (*queries, *keys))
         inside = jnp.arange(_KEYS_AT_A_TIME, dtype=jnp.int32)
 
-        def step(i, carry):
-            some, every = carry
+        def some_and_every(i):
             # Past the end of a tile its last pair is evaluated again, which changes neither.
             q = jnp.minimum(q_first + i // steps, q_last)
             k = jnp.minimum(k_first + i % steps * _KEYS_AT_A_TIME + inside, k_last)
             pairs = self.allowed(q, k, b=b, n=n)
-            return some | pairs.any(-1), every & pairs.all(-1)
+            return pairs.any(-1), pairs.all(-1)
 
-        tiles = np.broadcast_shapes((*sizes.values(), 1, 1), queries.first.shape, keys.first.shape)
-        some, every = lax.fori_loop(0, rows * steps, step, (jnp.zeros(tiles, bool), jnp.ones(tiles, bool)))
+        def step(i, carry):
+            some, every = some_and_every(i)
+            return carry[0] | some, carry[1] & every
+
+        # The first stands before the loop, so that the carry has its shape, and in `shard_map` its type.
+        some, every = lax.fori_loop(1, rows * steps, step, some_and_every(0))
         return kind_of(full=every, empty=~some)
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "MaskFn":
@@ -194,5 +202,8 @@ def _uses_batch_and_head(fn: Callable[..., Any], dtypes: tuple[np.dtype, ...]) -
     """Whether the function looks at b and at n: a mask that does not is the same for all, and smaller."""
     scalars = [jax.ShapeDtypeStruct((), np.int32)] * 4 + [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
     jaxpr = jax.make_jaxpr(fn)(*scalars).jaxpr
+    found = [str(var.aval.dtype) for var in jaxpr.outvars]
+    if found != ["bool"]:
+        raise ArgumentError("fn", found=f"a function to {', '.join(found) or 'nothing'}", wanted="one to booleans")
     used = {id(var) for equation in jaxpr.eqns for var in equation.invars} | {id(var) for var in jaxpr.outvars}
     return id(jaxpr.invars[0]) in used, id(jaxpr.invars[1]) in used

@@ -1075,6 +1075,12 @@ IDS = np.arange(T)
         (lambda: Tree(np.array([-1] * 3)).bind(**SIZES), ShapeError, "parents", r"\(3,\), .* T=4"),
         (lambda: MaskFn(3), ArgumentError, "fn", "found int, wanted a function"),
         (
+            lambda: MaskFn(lambda b, n, q, k: q - k).bind(**SIZES),
+            ArgumentError,
+            "fn",
+            "function to int32, wanted one to",
+        ),
+        (
             lambda: MaskFn(_near, per_key=np.ones(5)),
             ArgumentError,
             "per_key",
@@ -1118,6 +1124,27 @@ def test_a_window_farther_than_any_key_is_unlimited():
     # Whatever the length, such a window sees what an unlimited one does.
     far = SlidingWindow(2**29, 2**29, offset=2**29 - 1)
     assert far.allowed(0, 2**29 - 1) and not far.allowed(0, 2**30)
+
+
+def test_a_function_that_captures_a_traced_array_is_refused_and_says_what_to_do():
+    @jax.jit
+    def masked(limits):
+        return MaskFn(lambda b, n, q, k: k < limits[q]).bind(**SIZES).allowed(**indices(np))
+
+    with pytest.raises(ArgumentError, match=r"captures a traced array, wanted traced arrays as arguments, per_query"):
+        masked(jnp.arange(4))
+
+
+def test_a_function_is_the_same_for_all_batch_rows_and_heads_unless_it_looks_at_them():
+    shapes = {}
+    for name, fn in {
+        "neither": lambda b, n, q, k: q >= k,
+        "rows": lambda b, n, q, k: q >= k + b,
+        "heads": lambda b, n, q, k: jnp.where(q > 1, n > 1, k > 1),
+    }.items():
+        bound = MaskFn(fn).bind(**SIZES)
+        shapes[name] = TileMap(mask=bound, T=T, S=S, block_q=2, block_k=2).kinds().shape[:2]
+    assert shapes == {"neither": (1, 1), "rows": (B, 1), "heads": (1, N)}
 
 
 # The README beside the masks ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A mask as a picture, with its tiles."""
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def plot(
       >>> from jflash.masks import Causal, SlidingWindow, plot
       >>> figure = plot(Causal() & SlidingWindow(100, 0), 512, 512, block_q=64, block_k=64)
       >>> figure.axes[0].get_title()
-      'Causal(offset=0) & SlidingWindow(100, 0, offset=0)\\n67 % of the tiles are left out'
+      '(Causal(offset=0) & SlidingWindow(100, 0, offset=0))\\n67 % of the tiles are left out'
     """
     try:
         from matplotlib.colors import ListedColormap
@@ -70,6 +71,7 @@ def plot(
     axes.grid(which="minor", color="0.8", linewidth=0.5)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    name = repr(mask).removeprefix("(").removesuffix(")") if repr(mask).startswith("(") else repr(mask)
-    axes.set_title(f"{name}\n{(kinds == TileKind.EMPTY.value).mean():.0%}".replace("%", " % of the tiles are left out"))
+    left_out = (kinds == TileKind.EMPTY.value).mean()
+    name = textwrap.fill(repr(mask), width=60)
+    axes.set_title(f"{name}\n{100 * left_out:.0f} % of the tiles are left out", fontsize="medium")
     return figure

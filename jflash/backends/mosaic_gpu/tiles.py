@@ -230,9 +230,11 @@ def _backward_tiles(H: int, Hv: int, *, has_lists: bool) -> BackwardTiles:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
         return BackwardTiles(block_q=64)
-    # At H = Hv = 256 shared memory has no room for a second dO. Its slot is free after the first of the three matmuls
-    # that follow the softmax, that of Q after the last.
-    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if H + Hv <= 384 else 1)
+    # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
+    # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
+    # after the last.
+    columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
+    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
 
 
 def _dq_tiles(H: int, Hv: int, *, head_group: int) -> DqTiles:

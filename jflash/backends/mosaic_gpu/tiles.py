@@ -169,10 +169,12 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
+    key_values = sum("S" in value.axes for value in mask.values())
     head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 64 else 2) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     return HopperTiles(
-        forward=forward or _forward_tiles(H, Hv, masked=masked, has_lists=has_lists, head_group=head_group),
+        forward=forward
+        or _forward_tiles(H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group),
         backward=_backward_tiles(H, Hv, has_lists=has_lists),
         backward_dq=_dq_tiles(H, Hv, head_group=head_group),
     )
@@ -214,13 +216,15 @@ def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
     return min((group for group in HEAD_GROUPS if heads % group == 0), key=most_steps)
 
 
-def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, head_group: int) -> ForwardTiles:
+def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, key_values: int, head_group: int) -> ForwardTiles:
     if max(H, Hv) <= 64:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
         block_k, stages = (64, 3) if has_lists else (128, 2)
         return ForwardTiles(warpgroups=3, block_k=block_k, stages=stages, pin_wait=masked, head_group=head_group)
-    # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers.
-    block_k = 128 if Hv <= 128 and H <= 192 else 64
+    # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers. With 192 of Q and
+    # two values for each key, as of `Tree`, 8 bytes are spilled.
+    widest_qk = 192 if key_values < 2 else 128
+    block_k = 128 if Hv <= 128 and H <= widest_qk else 64
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 

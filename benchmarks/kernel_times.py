@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
+from records import Row
 
 import jflash
 from jflash.cli.measurement import circumstances
@@ -36,35 +37,6 @@ from jflash.masks import SlidingWindow
 _BACKWARD_SHARE = 2.5
 # As 16-bit results of different orders of summation may differ, for random normal inputs.
 _AGREE = 0.05
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One problem. `window` is how many keys before its own a query sees, with `causal` alone."""
-
-    suite: str
-    B: int
-    T: int
-    N: int
-    H: int
-    S: int = 0
-    K: int = 0
-    Hv: int = 0
-    causal: bool = False
-    window: int | None = None
-    deterministic: bool = False
-
-    def __post_init__(self):
-        for name, like in (("S", "T"), ("K", "N"), ("Hv", "H")):
-            object.__setattr__(self, name, getattr(self, name) or getattr(self, like))
-
-    @property
-    def operations(self) -> float:
-        """Floating-point operations of the forward pass."""
-        keys = self.S / 2 if self.causal else self.S
-        if self.window is not None:
-            keys = self.window + 1
-        return 2.0 * self.B * self.N * self.T * keys * (self.H + self.Hv)
 
 
 def _grid() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Reads what `kernel_times.py` wrote, for the scripts that report it and compare it."""
+"""The rows that `kernel_times.py` measures, and what it wrote, for the scripts that report and compare it."""
 
 import dataclasses
 import json
@@ -17,19 +17,34 @@ class RecordError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem, with the fields of a line that tell it from the others."""
+    """One problem, with the fields of a line that tell it from the others.
+
+    S, K and Hv are by default T, N and H. `window` is how many keys before its own a query sees, with `causal` alone.
+    """
 
     suite: str
     B: int
     T: int
-    S: int
     N: int
-    K: int
     H: int
-    Hv: int
-    causal: bool
-    window: int | None
-    deterministic: bool
+    S: int = 0
+    K: int = 0
+    Hv: int = 0
+    causal: bool = False
+    window: int | None = None
+    deterministic: bool = False
+
+    def __post_init__(self):
+        for name, like in (("S", "T"), ("K", "N"), ("Hv", "H")):
+            object.__setattr__(self, name, getattr(self, name) or getattr(self, like))
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of the forward pass."""
+        keys = self.S / 2 if self.causal else self.S
+        if self.window is not None:
+            keys = self.window + 1
+        return 2.0 * self.B * self.N * self.T * keys * (self.H + self.Hv)
 
     @property
     def lengths(self) -> str:

@@ -13,8 +13,9 @@ from jflash.backends.platforms import per_platform
 from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.hardware import Hardware, named, of_device, present
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, SlidingWindow, packed
+from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, packed
 from jflash.masks.mask import MaskStructure
+from jflash.masks.patterns import window_of
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype
 from jflash.options import current_options
@@ -203,10 +204,9 @@ def flash_attention_varlen(
     check_arrays(q, k, v)
     if q.ndim != 3:
         raise ShapeError("q", found=f"shape {q.shape}", wanted="(T, N, H): all sequences one after the other, no batch")
-    band = SlidingWindow(None, None) if window is None else _window(window, "window")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     lengths = {"T": q.shape[0], "S": k.shape[0]}
-    mask = packed(cu_seqlens_q, cu_seqlens_k, causal=causal, window=(band.left, band.right), **lengths)
+    mask = packed(cu_seqlens_q, cu_seqlens_k, causal=causal, window=window, **lengths)
     return flash_attention(
         q, k, v, mask=mask, softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles
     )
@@ -271,7 +271,7 @@ def dot_product_attention(
         with naming(array="mask"):
             masks.append(Dense(mask.reshape((1,) * (2 - mask.ndim) + mask.shape)))
     if local_window_size is not None:
-        masks.append(_window(local_window_size, "local_window_size"))
+        masks.append(window_of(local_window_size, "local_window_size"))
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         *batch, T, N, _ = query.shape
         with naming(q="query_seq_lengths", kv="key_value_seq_lengths"):
@@ -379,7 +379,7 @@ def _pose(
         )
     masks = [_checked_mask(mask).bind(**lengths)] if mask is not None else []
     masks += [Causal()] if causal else []
-    masks += [_window(window, "window")] if window is not None else []
+    masks += [window_of(window, "window")] if window is not None else []
     if segment_ids is not None:
         with naming(q_ids="segment_ids", kv_ids="segment_ids"):
             masks.append(_segments(segment_ids).bind(**lengths))
@@ -402,15 +402,6 @@ def _checked_mask(mask: Any) -> Mask:
         return mask
     hint = "Wrap an array of booleans in jflash.masks.Dense; an additive mask goes into `bias`."
     raise ArgumentError("mask", found=type(mask).__name__, wanted="a mask of jflash.masks", hint=hint)
-
-
-def _window(window: Any, name: str) -> SlidingWindow:
-    pair = (window, window) if isinstance(window, int | np.integer) else window
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        wanted = "an int, or a pair (left, right) of ints or None"
-        raise ArgumentError(name, found=repr(window), wanted=wanted)
-    with naming(left=name, right=name):
-        return SlidingWindow(*pair)
 
 
 def _segments(segment_ids: Any) -> Segments:

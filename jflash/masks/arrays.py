@@ -9,7 +9,7 @@ import numpy as np
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks.mask import UNLIMITED
 
-_INT32 = np.iinfo(np.int32)
+INT32 = np.iinfo(np.int32)
 
 
 def is_array(value: object) -> bool:
@@ -32,7 +32,7 @@ def int32(name: str, value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, np.int32)
     # The ends must be numbers of both dtypes: JAX would wrap them into the narrower one.
-    low, high = max(_INT32.min, jnp.iinfo(value.dtype).min), min(_INT32.max, jnp.iinfo(value.dtype).max)
+    low, high = max(INT32.min, jnp.iinfo(value.dtype).min), min(INT32.max, jnp.iinfo(value.dtype).max)
     return value.clip(low, high).astype(np.int32)
 
 

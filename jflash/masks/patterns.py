@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jflash.errors import ArgumentError, DtypeError, ShapeError
+from jflash.errors import ArgumentError, DtypeError, ShapeError, naming
 from jflash.masks.arrays import (
+    INT32,
     at_batch,
     at_batch_and_token,
     at_least_1,
@@ -195,6 +196,20 @@ class SlidingWindow(_Band):
 
     def __repr__(self) -> str:
         return f"SlidingWindow({self.left}, {self.right}, offset={shown(self.offset)})"
+
+
+def window_of(window: Any, name: str) -> SlidingWindow:
+    """The window of an argument of this name: a pair of distances, or an int for both.
+
+    Raises:
+      ArgumentError: it is neither.
+    """
+    pair = (window, window) if isinstance(window, int | np.integer) else window
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        wanted = "an int, or a pair (left, right) of ints or None"
+        raise ArgumentError(name, found=repr(window), wanted=wanted)
+    with naming(left=name, right=name):
+        return SlidingWindow(*pair)
 
 
 @pattern
@@ -465,7 +480,7 @@ class Segments(Mask):
                 raise ArgumentError(name, found=f"ids from {ids.min()} to {ids.max()}", wanted="ids that fit 32 bits")
             object.__setattr__(self, name, ids_int32)
         if self.padding_id is not None:
-            if not is_int(self.padding_id) or not abs(self.padding_id) < 2**31:
+            if not is_int(self.padding_id) or not INT32.min <= self.padding_id <= INT32.max:
                 raise ArgumentError("padding_id", found=repr(self.padding_id), wanted="an int of 32 bits or None")
             object.__setattr__(self, "padding_id", int(self.padding_id))
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from jflash.errors import ArgumentError, ShapeError
 from jflash.masks.arrays import int32
 from jflash.masks.mask import UNLIMITED, is_traced
-from jflash.masks.patterns import KeyRange, SlidingWindow
+from jflash.masks.patterns import KeyRange, SlidingWindow, window_of
 
 
 def packed(
@@ -66,7 +66,7 @@ def packed(
 
 
 def _distances(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[int, int]:
-    band = SlidingWindow(*(window if isinstance(window, tuple) else (window, window)))
+    band = SlidingWindow(None, None) if window is None else window_of(window, "window")
     left, right = (UNLIMITED // 2 if distance is None else distance for distance in (band.left, band.right))
     return left, 0 if causal else right
 

@@ -774,6 +774,15 @@ def test_bind_brings_numbers_to_the_size_of_the_problem():
     assert half[0].all() and not half[1].any()
 
 
+def test_a_padding_id_may_be_any_number_of_32_bits():
+    for padding_id in (-(2**31), 2**31 - 1):
+        mask = Segments(np.array([padding_id, 1], np.int32), padding_id=padding_id)
+        assert mask.draw(2, 2) == "..\n.#"
+    for padding_id in (-(2**31) - 1, 2**31):
+        with pytest.raises(ArgumentError, match="an int of 32 bits or None"):
+            Segments(np.arange(2), padding_id=padding_id)
+
+
 def test_traced_offset():
     @jax.jit
     def rows(offset):

@@ -209,6 +209,7 @@ def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
     rows = len(steps)
 
     def most_steps(group: int) -> float:
+        # As `visits.head_and_row` places them; a test holds the two together.
         place = np.arange(heads * rows)
         row = rows - 1 - place // group % rows
         return np.bincount(place % blocks, weights=steps[row]).max()

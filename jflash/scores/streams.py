@@ -71,7 +71,7 @@ class Streams:
 def streams_of(
     fn: Callable[..., Any], args: Sequence[Any], *, B: int, N: int, T: int, S: int, dtype: np.dtype | None
 ) -> Streams:
-    """Cuts a function in two.
+    """Cuts a function in two. The same function with arrays of the same shapes gives the same record, traced once.
 
     Args:
       fn: `score_fn` of `flash_attention`, or the function of a `MaskFn`.
@@ -81,13 +81,24 @@ def streams_of(
     Raises:
       ArgumentError: the function does with the logit what is no arithmetic, index an array by it say.
     """
-    names = [*(["s"] if dtype is not None else []), *INDICES, *("arrays" for _ in args)]
+    structs = (jax.ShapeDtypeStruct(np.shape(arg), jax.dtypes.canonicalize_dtype(arg.dtype)) for arg in args)
+    return _streams_of(fn, tuple(structs), (("B", B), ("N", N), ("T", T), ("S", S)), dtype)
+
+
+# Cached, so that `inner` is one function object: it is part of what is compiled.
+@functools.lru_cache(maxsize=256)
+def _streams_of(
+    fn: Callable[..., Any],
+    structs: tuple[jax.ShapeDtypeStruct, ...],
+    lengths: tuple[tuple[str, int], ...],
+    dtype: np.dtype | None,
+) -> Streams:
+    names = [*(["s"] if dtype is not None else []), *INDICES, *("arrays" for _ in structs)]
     scalars = [jax.ShapeDtypeStruct((), dtype if name == "s" else np.int32) for name in names if name != "arrays"]
-    structs = [jax.ShapeDtypeStruct(np.shape(arg), jax.dtypes.canonicalize_dtype(arg.dtype)) for arg in args]
     inputs, (result,) = expression_of(fn, [*scalars, *structs], names)
     cuts: dict[Part, str] = {}
     _cut(result, cuts)
-    sizes = {"B": B, "N": N, "T": T, "S": S}
+    sizes = dict(lengths)
     streams = tuple(_describe(part, reason, sizes) for part, reason in cuts.items())
     own = {name: part for name, part in zip(names, inputs) if name != "arrays"}
     of_arrays = inputs[len(own) :]

@@ -207,6 +207,12 @@ def test_a_logit_as_an_index_is_refused():
         cut(lambda s, b, n, q, k, x: x[s.astype(np.int32)], (draw(9),))
 
 
+def test_the_same_function_is_cut_once():
+    fn, args, _ = ZOO["table"]
+    assert cut(fn, args) is cut(fn, (draw(T + S, seed=9),))
+    assert cut(fn, args) is not cut(fn, (draw(T + S + 1),))
+
+
 def test_whole_numbers_and_shapes_alone():
     """Integer arguments get no gradient, and shapes are enough to know the streams."""
     fn, args, _ = ZOO["through_another"]
@@ -249,7 +255,7 @@ def built(tree):
     return lambda *arguments: join(left(*arguments), right(*arguments))
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(expressions)
 def test_any_function_is_what_its_parts_are(tree):
     assert_same(built(tree), (draw(T + S + 2, seed=4),))

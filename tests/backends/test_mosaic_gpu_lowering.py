@@ -77,7 +77,7 @@ def test_default_tiles_lower(kernel, H, Hv):
 ALLOWED: dict[str, dict[str, tuple]] = {
     "forward": {
         "warpgroups": (1, 2, 3), "block_k": (64, 128, 192, 256), "stages": (1, 2, 3, 4),
-        "pin_wait": (False, True), "head_group": (1, 2, 4, 8, 16), "blocks": (None, 1, 132),
+        "pin_wait": (False, True), "head_group": (1, 2, 4, 8, 16), "blocks": (None, 1, 132), "splits": (1, 3),
     },
     "backward": {
         "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
@@ -94,6 +94,7 @@ CONSTRAINTS = (
     r"block_q=64 with H over 64",
     r"dk_in_flight=True with q_stages=1",
     r"blocks=\d+ with Hv != H",
+    r"splits=3, blocks=\d+",
 )
 
 
@@ -120,7 +121,7 @@ TOGETHER = [
     ("forward", {"warpgroups": 1, "block_k": 64, "stages": 4, "pin_wait": True, "head_group": 1}),
     ("forward", {"warpgroups": 2, "block_k": 128, "stages": 3, "pin_wait": False, "head_group": 2, "blocks": 1}),
     ("forward", {"warpgroups": 3, "block_k": 192, "stages": 1, "pin_wait": True, "head_group": 4, "blocks": 132}),
-    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8}),
+    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8, "splits": 3}),
     ("backward", {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
     ("backward", {"block_q": 128, "block_k": 128, "q_stages": 2, "do_stages": 2, "dk_in_flight": True}),
     ("backward_dq", {"block_k": 64, "k_stages": 1, "v_stages": 4, "head_group": 1}),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import heapq
 import math
 
 import numpy as np
@@ -16,6 +17,8 @@ HEAD_GROUPS = (1, 2, 4, 8, 16)
 # Keys up to which a row of tiles is short, so that loading its Q and storing its result are worth hiding: in general,
 # and where all rows take as many steps at head dims over 64.
 _SHORT, _SHORT_EVEN = 1024, 4096
+# What a block of threads takes besides its steps, and the merge of what splits of the keys gave, in the time of a step.
+_STEPS_OF_A_BLOCK, _STEPS_OF_A_MERGE = 2.0, 4.0
 
 
 def _check(**found: tuple[object, tuple]) -> None:
@@ -37,6 +40,7 @@ class ForwardTiles:
       head_group: heads whose tiles run side by side, so that long tiles come first and K and V stay in the L2 cache.
       blocks: blocks of threads that share all rows of tiles, each loading its next row while it computes; None is one
         for each row.
+      splits: parts of the keys of a row of tiles, each for a block of threads; their results are merged afterwards.
 
     Raises:
       ArgumentError: a value that the kernel is not written for.
@@ -48,6 +52,7 @@ class ForwardTiles:
     pin_wait: bool = True
     head_group: int = 1
     blocks: int | None = None
+    splits: int = 1
 
     def __post_init__(self):
         _check(
@@ -58,6 +63,9 @@ class ForwardTiles:
         )
         if self.blocks is not None and self.blocks < 1:
             raise ArgumentError("tiles", found=f"blocks={self.blocks}", wanted="None or at least 1")
+        if self.splits < 1 or (self.splits > 1 and self.blocks is not None):
+            wanted = "splits of at least 1, and more than 1 only with blocks=None"
+            raise ArgumentError("tiles", found=f"splits={self.splits}, blocks={self.blocks}", wanted=wanted)
 
     @property
     def block_q(self) -> int:
@@ -157,7 +165,8 @@ class HopperTiles:
 
     def __str__(self) -> str:
         forward, backward = (f"{tiles.block_q} x {tiles.block_k}" for tiles in (self.forward, self.backward))
-        return f"tiles of queries x keys: {forward} forward, {backward} backward"
+        splits = f" in {self.forward.splits} splits of the keys" if self.forward.splits > 1 else ""
+        return f"tiles of queries x keys: {forward} forward{splits}, {backward} backward"
 
 
 # Remembered, since every eager call is planned anew, and what a mask without arrays covers takes work to know.
@@ -172,9 +181,13 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     key_values = sum("S" in value.axes for value in mask.values())
     head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 64 else 2) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
+    if forward is None:
+        forward = _forward_tiles(
+            H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group
+        )
+        forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
-        forward=forward
-        or _forward_tiles(H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group),
+        forward=forward,
         backward=_backward_tiles(H, Hv, has_lists=has_lists),
         backward_dq=_dq_tiles(H, Hv, head_group=head_group),
     )
@@ -215,6 +228,32 @@ def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
         return np.bincount(place % blocks, weights=steps[row]).max()
 
     return min((group for group in HEAD_GROUPS if heads % group == 0), key=most_steps)
+
+
+def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
+    """Into how many parts to split the keys of each row of tiles, where there are too few rows for all multiprocessors.
+
+    Where arrays say which keys a row sees, as those of a cache, every key is taken to be seen.
+    """
+    sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
+    tile_map = TileMap(mask=problem.mask.mask, **sizes)
+    heads = problem.B * problem.N
+    if not sm_count or heads * tile_map.rows > sm_count:
+        return 1
+    steps = np.full(tile_map.rows, tile_map.columns)
+    if tile_map.form == "runs" and not problem.mask.arrays:
+        run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
+        steps = np.maximum(np.broadcast_to(run.stop - run.start, steps.shape), 1)
+
+    def time_in_steps(splits: int) -> float:
+        """When the last block ends: each takes the longest of the rows that are left, as soon as there is room."""
+        ends = [0.0] * sm_count
+        for own in np.repeat(np.sort(steps)[::-1], heads * splits):
+            heapq.heapreplace(ends, ends[0] + own / splits + _STEPS_OF_A_BLOCK)
+        return max(ends) + (_STEPS_OF_A_MERGE if splits > 1 else 0)
+
+    most = int(min(steps.max(), 2 * sm_count // (heads * tile_map.rows)))
+    return min(range(1, most + 1), key=time_in_steps)
 
 
 def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, key_values: int, head_group: int) -> ForwardTiles:

@@ -191,6 +191,7 @@ BACKWARD_TILES = [
     (BACKWARD, {"block_q": 64, "block_k": 128, "do_stages": 1, "dk_in_flight": True}),
     (BACKWARD, {"block_q": 128, "block_k": 128, "q_stages": 1, "dk_in_flight": False}),
     (GROUPED, {"block_q": 64, "dk_in_flight": True}),
+    (THREE_HEADS, {"head_group": 8}),
     (WIDE, {"do_stages": 2}),
     (WIDE, {"q_stages": 1}),
 ]

@@ -17,6 +17,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -46,7 +47,7 @@ from jflash.backends.protocol import Operands
 from jflash.errors import ArgumentError
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
-from jflash.numerics.online_softmax import Attended, attend_to, finish
+from jflash.numerics.online_softmax import Attended, Carry, finish, finite
 from jflash.numerics.varying import like, result_struct
 from jflash.problem import Problem
 
@@ -75,10 +76,11 @@ def _merged(
     problem: Problem, out: Float[Array, "splits B N padded_T padded_Hv"], lse: Float[Array, "splits B N padded_T"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N padded_T"]]:
     """Out and lse of all keys from those of each split, where a split without keys has an lse and nothing else."""
+    m = lse.max(0)
+    weight = jnp.exp(lse - finite(m))
     out = jnp.where(lse[..., None] > -jnp.inf, out, 0)
-    # A split stands for its keys as one key would, with its lse as logit and its out as value.
-    merged = attend_to(jnp.moveaxis(lse, 0, -1), lambda p: (jnp.moveaxis(p, -1, 0)[..., None] * out).sum(0))
-    out, lse = finish(merged)
+    # As keys, each with its lse for a logit and its out for a value.
+    out, lse = finish(Carry(m, weight.sum(0), (weight[..., None] * out).sum(0)))
     return out[..., : problem.T, : problem.Hv].swapaxes(1, 2).astype(problem.dtype), lse
 
 
@@ -124,7 +126,7 @@ class _Forward:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
-        column_ids = jnp.arange(_MASK_COLUMNS, dtype=jnp.int32)
+        column_ids = np.arange(_MASK_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
@@ -305,7 +307,7 @@ class _Forward:
         is_dead = l == 0
         inverse = jnp.where(is_dead, 0, 1 / l)
         out = [part_of_o * along_rows(inverse, part_of_o.shape) for part_of_o in o]
-        lse = jnp.where(is_dead, -jnp.inf, _shift(m) * self.problem.scale + jnp.log(l))
+        lse = jnp.where(is_dead, -jnp.inf, finite(m) * self.problem.scale + jnp.log(l))
         if self.tiles.splits > 1:
             # In float32, for which the place of Q has no room: out is rounded once, when it is merged.
             for piece, x in enumerate(out):
@@ -413,7 +415,7 @@ class _Forward:
         rescale = any_row(m_new > m + _RESCALE_LOG2 / self.logit_scale_log2, inline_ptx=self.inline_ptx)
 
         def grown():
-            return m_new, jnp.exp2((m - _shift(m_new)) * self.logit_scale_log2)
+            return m_new, jnp.exp2((m - finite(m_new)) * self.logit_scale_log2)
 
         def same():
             return m, plgpu.layout_cast(jnp.ones(m.shape, jnp.float32), BY_ROW)
@@ -424,7 +426,7 @@ class _Forward:
 
     def _weights(self, s, m):
         """p = exp(scale · (s - m)), one FFMA and one MUFU an element; and its sums in each thread, (rows, 8)."""
-        p = jnp.exp2(s * self.logit_scale_log2 - along_rows(_shift(m) * self.logit_scale_log2, s.shape))
+        p = jnp.exp2(s * self.logit_scale_log2 - along_rows(finite(m) * self.logit_scale_log2, s.shape))
         # A thread holds two neighbours of every eight columns and sums its own; the sum over threads waits for the end.
         parts = [lax.slice(p, (0, at), (WARPGROUP_ROWS, at + 8)) for at in range(0, self.block_k, 8)]
         while len(parts) > 1:
@@ -451,8 +453,3 @@ class _Forward:
             return lax.concatenate([masked_part(s, at) for at in range(0, self.block_k, _MASK_COLUMNS)], 1)
 
         return lax.cond(tile.visits.is_partial(i, column), masked, lambda s: s, s)
-
-
-def _shift(m):
-    """The maximum to subtract: 0 where no key was seen, so that -inf - m is never NaN."""
-    return jnp.where(m == -jnp.inf, 0, m)

@@ -12,7 +12,7 @@ from jflash.hardware import Hardware
 from jflash.masks.mask import Mask, MaskStructure
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem, terms_of
-from jflash.scores import ScoreFunction, ScoreTerms
+from jflash.scores import Dropout, ScoreFunction, ScoreTerms
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 """Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
@@ -53,6 +53,11 @@ class Operands(NamedTuple):
     def sinks(self) -> Float[Array, "#B N"] | None:
         """A logit per head of a key without a value; or None."""
         return self.terms and self.terms.sinks
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """Which weights are dropped; or None."""
+        return self.terms and self.terms.dropout
 
 
 def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Callable[..., Operands]]:

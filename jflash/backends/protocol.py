@@ -69,11 +69,18 @@ def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Cal
 
 
 class Gradients(NamedTuple):
-    """Cotangents of q, k and v, in their dtypes."""
+    """Cotangents of operands, in their shapes and dtypes.
+
+    Attributes:
+      q, k, v: of these.
+      functions: of the floating arrays of the functions, in their order. Of an array that all batch rows share, it is
+        the sum over those of the operands.
+    """
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
+    functions: tuple[Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

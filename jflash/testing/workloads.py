@@ -144,6 +144,18 @@ CONTRACT: tuple[Workload, ...] = (
     ),
     Workload(name="prefix_lm", mask=PrefixLM(np.array([30, 0], np.int32)), **_SMALL),
     Workload(name="chunked_causal", mask=Chunked(30) & Causal(), **_SMALL),
+    # Few queries and many keys, which kernels share among blocks of threads; some blocks find no key.
+    Workload(
+        name="few_queries",
+        mask=Causal(offset=np.array([1340, 80], np.int32)),
+        B=2,
+        T=29,
+        S=1390,
+        N=6,
+        K=2,
+        H=64,
+        Hv=32,
+    ),
     Workload(name="not_dilated", mask=~Dilated(5) & SlidingWindow(30, 20), **_CROSS),
     Workload(
         name="key_ranges",

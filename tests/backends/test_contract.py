@@ -100,6 +100,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
             ),
         ),
         Refusal(r"Hv=12 and H=8", workloads=("few_keys",)),
+        Refusal(r"Hv=32 and H=64", workloads=("few_queries",)),
         Refusal(r"holds arrays", workloads=("mqa_decode", "dead_lengths", "dead_segments")),
         Refusal(r"query 0 sees no key", workloads=("dead_window",)),
     ),

@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from jflash.errors import ArgumentError
 from jflash.scores.expression import INDICES, SHAPES, Part, Place, expression_of
+from jflash.scores.function import WHOLE, ScoreFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Streams:
       streams: what comes from outside.
       inner: the function of (s, q, k, *streams), or of (q, k, *streams): arithmetic alone, on arrays that broadcast.
       outer: the function of args to the arrays of the streams, differentiable.
+      step: `inner` as a `ScoreFunction` calls it, with (s, b, n, q, k, *streams).
 
     Example:
       >>> add = lambda s, b, n, q, k, slope: s - slope[n] * abs(q - k).astype(s.dtype)
@@ -61,6 +63,7 @@ class Streams:
     streams: tuple[Stream, ...]
     inner: Callable[..., Array]
     outer: Callable[..., tuple[Array, ...]]
+    step: Callable[..., Array]
 
     @property
     def per_pair(self) -> tuple[str, ...]:
@@ -83,6 +86,52 @@ def streams_of(
     """
     structs = (jax.ShapeDtypeStruct(np.shape(arg), jax.dtypes.canonicalize_dtype(arg.dtype)) for arg in args)
     return _streams_of(fn, tuple(structs), (("B", B), ("N", N), ("T", T), ("S", S)), dtype)
+
+
+def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> ScoreFunction:
+    """The same step for a kernel: a function that indexes nothing, and arrays by axes in place of whole ones.
+
+    Differentiate through this: the cotangents of whole arrays are made here from those of the streams.
+
+    Args:
+      function: of all batch rows and heads of a call, with arrays or `jax.ShapeDtypeStruct`.
+      dtype: of the logits.
+
+    Raises:
+      ArgumentError: as of `streams_of`.
+    """
+    if not any(WHOLE in axes for axes in function.axes):
+        return function
+    sizes = tuple(tuple(array.shape) for array in function.arrays)
+    fn = _of_whole_arrays(function.fn, function.axes, sizes)
+    B, N = function.b.shape[0], function.n.shape[1]
+    cut = streams_of(fn, function.arrays, B=B, N=N, T=T, S=S, dtype=dtype)
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
+        arrays = tuple(jax.ShapeDtypeStruct(stream.shape, stream.dtype) for stream in cut.streams)
+    else:
+        arrays = cut.outer(*function.arrays)
+    axes = tuple(stream.axes for stream in cut.streams)
+    return dataclasses.replace(function, fn=cut.step, arrays=arrays, axes=axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_whole_arrays(
+    fn: Callable[..., Any], axes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Callable[..., Any]:
+    """The function with all of its arrays whole, of one that gets the values of some of them."""
+    if not any("B" in own for own in axes):
+        return fn
+
+    @functools.wraps(fn)
+    def of_whole(s: Any, b: Any, n: Any, q: Any, k: Any, *arrays: Any) -> Any:
+        index = {"B": b, "N": n, "T": q, "S": k}
+        values = (
+            array[tuple(index[letter] if size > 1 else 0 for letter, size in zip(own, shape))] if "B" in own else array
+            for array, own, shape in zip(arrays, axes, shapes)
+        )
+        return fn(s, b, n, q, k, *values)
+
+    return of_whole
 
 
 # Cached, so that `inner` is one function object: it is part of what is compiled.
@@ -115,7 +164,11 @@ def _streams_of(
 
         return tuple(_over_axes(functools.partial(at, part), stream, sizes) for part, stream in zip(cuts, streams))
 
-    return Streams(streams=streams, inner=inner, outer=outer)
+    @functools.wraps(fn)
+    def step(s: Any, b: Any, n: Any, q: Any, k: Any, *values: Any) -> Array:
+        return inner(s, q, k, *values)
+
+    return Streams(streams=streams, inner=inner, outer=outer, step=step)
 
 
 def _cut(part: Part, cuts: dict[Part, str]) -> None:

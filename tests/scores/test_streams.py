@@ -1,5 +1,6 @@
 """Functions cut in two: the inner one with its streams is the function itself on all pairs, with its gradients."""
 
+import dataclasses
 import functools
 import operator
 import re
@@ -11,8 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jflash
 from jflash import ArgumentError
-from jflash.scores.streams import streams_of
+from jflash.backends import registry
+from jflash.backends.xla import XlaTiles
+from jflash.masks import Causal
+from jflash.scores import score_function
+from jflash.scores.streams import streamed, streams_of
 
 B, N, T, S = 2, 3, 5, 7
 FLOAT32 = np.dtype(np.float32)
@@ -221,6 +227,68 @@ def test_whole_numbers_and_shapes_alone():
     _, pull = jax.vjp(cut(fn, args).outer, *map(jnp.asarray, args))
     d_x, d_y = pull((jnp.ones((1, N, T)),))
     assert d_x.sum() == N * T and d_y.dtype == jax.dtypes.float0
+
+
+# In place of the function itself --------------------------------------------------------------------------------------
+
+
+def streaming(operands, problem):
+    functions = (streamed(f, T=problem.T, S=problem.S, dtype=FLOAT32) for f in operands.functions)
+    functions = tuple(functions)
+    assert not any("." in axes for f in functions for axes in f.axes)
+    return operands._replace(terms=operands.terms._replace(functions=functions))
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_backends_take_functions_with_streams(name):
+    """Values per head, query, key, diagonal and pair, and ALiBi of packed sequences, whose slopes come by head."""
+
+    def fn(s, b, n, q, k, head, query, key, diagonal, pair):
+        return s * head[n] + query[b, q] * key[k] + diagonal[q - k + S] + pair[n, q, k]
+
+    args = draw(N), draw(B, T), draw(S), draw(T + S), draw(N, T, S)
+    own = registry.get(name)
+
+    def forward(problem, tiles, operands):
+        return own.forward(problem, tiles, streaming(operands, problem))
+
+    tiles = {"tiles": XlaTiles(block_q=2, block_k=3)} if name == "xla" else {}
+    q, k, v = draw(B, T, N, 8), draw(B, S, N, 8, seed=1), draw(B, S, N, 4, seed=2)
+    slopes = draw(N, seed=3)
+
+    def run(backend, **tiles):
+        def call(*operands):
+            q, k, v, slopes, *args = operands
+            return jflash.flash_attention_with_lse(
+                q, k, v, mask=Causal(offset=1), alibi_slopes=slopes, score_fn=fn, score_args=tuple(args),
+                backend=backend, **tiles,
+            ).out  # fmt: skip
+
+        def packed(slopes):
+            ends = np.array([0, 3, T]), np.array([0, 4, S])
+            return jflash.flash_attention_varlen(q[0], k[0], v[0], *ends, alibi_slopes=slopes, backend=backend, **tiles)
+
+        out, pull = jax.vjp(call, *map(jnp.asarray, (q, k, v, slopes, *args)))
+        of_packed, pull_packed = jax.vjp(packed, slopes)
+        return out, *pull(draw(*out.shape)), of_packed, *pull_packed(draw(*of_packed.shape))
+
+    record = dataclasses.replace(own, name=f"{name}_streaming", forward=forward)
+    with registry.registered(record):
+        found = run(record.name, **tiles)
+    for one, other in zip(found, run("reference"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_with_streams_are_known_from_shapes():
+    fn, args, _ = ZOO["bias"]
+    function = score_function(fn, args, B=B, N=N, dtype=FLOAT32)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), function)
+    one, other = (streamed(x, T=T, S=S, dtype=FLOAT32) for x in (function, shapes))
+    assert one.fn is other.fn and one.axes == other.axes == ("BNTS", "BNT")
+    assert [x.shape for x in one.arrays] == [x.shape for x in other.arrays]
+    # What comes by axes already stays as it is.
+    bare = score_function(ZOO["causal"][0], (), B=B, N=N, dtype=FLOAT32)
+    assert streamed(bare, T=T, S=S, dtype=FLOAT32) is bare
 
 
 # Any function ---------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
     out = jnp.where(dead[..., 0].swapaxes(1, 2)[..., None], 0, out)
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))[..., 0]
-    return name_residuals(Attended(out.astype(problem.dtype), lse))
+    return name_residuals(Attended(out.astype(problem.out_dtype), lse))
 
 
 def _steps(functions: tuple[ScoreFunction, ...], t: Array, s: Array, score: Array, counts: Array | None) -> Array:

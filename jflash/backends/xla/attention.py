@@ -249,7 +249,7 @@ class _Grid:
         # (rows, b, k, g, t, d) to (b, rows, t, k, g, d): the rows of a batch row one after the other.
         out = out.transpose(1, 0, 4, 2, 3, 5).reshape(problem.B, -1, problem.N, problem.Hv)[:, : problem.T]
         lse = lse.transpose(1, 2, 3, 0, 4).reshape(problem.B, problem.N, -1)[..., : problem.T]
-        return Attended(out.astype(problem.dtype), lse)
+        return Attended(out.astype(problem.out_dtype), lse)
 
     def _split_rows(self, x: Float[Array, "B T N d"]) -> Float[Array, "rows B K G block_q d"]:
         problem = self._problem

@@ -132,8 +132,12 @@ def test_every_refusal_is_about_a_workload_that_is_there():
 
 
 def in_time(workload: Workload) -> Any:
-    """What is new in a score function or a sink is no matter of the dtype: in 16 bits CI alone runs them on a CPU."""
+    """What is new in a score function or a sink is no matter of the dtype: in 16 bits CI alone runs them on a CPU.
+
+    Poles have tests of their own, in tests/scores.
+    """
     is_slow = workload.dtype != "float32" and bool(workload.score_fn or workload.sinks)
+    is_slow |= workload.name.startswith("score_poles")
     return pytest.param(workload, marks=[pytest.mark.slow] if is_slow else [])
 
 

@@ -95,14 +95,14 @@ some_features = st.lists(st.sampled_from(sorted(FEATURES)), min_size=2, max_size
 some_heads = st.sampled_from([(2, 1), (2, 2), (4, 2)])
 
 
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(some_features, some_heads)
 def test_features_go_together(names, heads):
     check(names, *heads)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(some_features, some_heads)
 def test_more_features_go_together(names, heads):
     check(names, *heads)

@@ -156,13 +156,20 @@ def assert_same(fn, args, direct=None):
     floats = [i for i, arg in enumerate(args) if arg.dtype == np.float32]
 
     def of_floats(function):
+        @jax.jit
+        def passes(s, *values):
+            return results(function, s, *values)
+
+        return passes(s, *(jnp.asarray(args[i]) for i in floats))
+
+    def results(function, s, *values):
         def call(s, *values):
             filled = list(args)
             for i, value in zip(floats, values):
                 filled[i] = value
             return jnp.broadcast_to(function(s, *map(jnp.asarray, filled)), (B, N, T, S))
 
-        found, pull = jax.vjp(call, s, *(jnp.asarray(args[i]) for i in floats))
+        found, pull = jax.vjp(call, s, *values)
         # What the function masks has no cotangent.
         return found, *pull(jnp.where(found == -jnp.inf, 0, d_out))
 
@@ -283,9 +290,13 @@ def test_backends_take_functions_with_streams(name):
             ends = np.array([0, 3, T]), np.array([0, 4, S])
             return jflash.flash_attention_varlen(q[0], k[0], v[0], *ends, alibi_slopes=slopes, backend=backend, **tiles)
 
-        out, pull = jax.vjp(call, *map(jnp.asarray, (q, k, v, slopes, *args)))
-        of_packed, pull_packed = jax.vjp(packed, slopes)
-        return out, *pull(draw(*out.shape)), of_packed, *pull_packed(draw(*of_packed.shape))
+        @jax.jit
+        def passes(*operands):
+            out, pull = jax.vjp(call, *operands)
+            of_packed, pull_packed = jax.vjp(packed, operands[3])
+            return out, *pull(draw(*out.shape)), of_packed, *pull_packed(draw(*of_packed.shape))
+
+        return passes(q, k, v, slopes, *args)
 
     record = dataclasses.replace(own, name=f"{name}_streaming", forward=forward)
     with registry.registered(record):

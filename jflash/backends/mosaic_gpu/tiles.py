@@ -85,7 +85,7 @@ class BackwardTiles:
 
     Attributes:
       block_q: queries of a step.
-      block_k: keys of a block of threads.
+      block_k: keys of a block of threads. With 64 the warpgroups split the columns of dK and dV instead of the keys.
       q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
       dk_in_flight: dK of a step is awaited in the next one.
       head_group: key/value heads whose tiles run side by side, so that long tiles come first.

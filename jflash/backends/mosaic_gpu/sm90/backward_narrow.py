@@ -39,9 +39,6 @@ class NarrowBackward(BackwardKernel):
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
-        if self.block_k != WARPGROUPS * WARPGROUP_ROWS:
-            wanted = f"block_k={WARPGROUPS * WARPGROUP_ROWS}, half of them for each warpgroup, with H, Hv <= 128"
-            raise ArgumentError("tiles", found=str(self.tiles), wanted=wanted)
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         if self.qk.chunks == 2 and self.block_q != WARPGROUP_ROWS:
             wanted = f"block_q={WARPGROUP_ROWS} with H over {CHUNK}, where each warpgroup computes a chunk of dQ"

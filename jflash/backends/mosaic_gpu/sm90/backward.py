@@ -45,7 +45,7 @@ def backward(
     is_wide = max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < WARPGROUPS * WARPGROUP_ROWS
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
-    statistics = _statistics(problem, lse, delta, unit=kernel.logits.unit)
+    statistics = _statistics(problem, lse, delta, unit=kernel.terms.unit)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         if problem.deterministic:

@@ -109,7 +109,7 @@ class NarrowBackward(BackwardKernel):
             s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
             if self.tiles.dk_in_flight:
                 pl.when(i > 0)(lambda: plgpu.barrier_arrive(s.q_free.at[slot_of(i - 1, self.q_stages)]))
-            if self.logits.is_linear:
+            if self.terms.is_plain:
                 p = jnp.exp2(s_tile * self.scale_log2)
                 return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)

@@ -54,6 +54,7 @@ class Streams:
       step: `inner` as a `ScoreFunction` calls it, with (s, b, n, q, k, *streams).
 
     Example:
+      >>> from jflash.scores.streams import streams_of
       >>> add = lambda s, b, n, q, k, slope: s - slope[n] * abs(q - k).astype(s.dtype)
       >>> cut = streams_of(add, (np.ones(4, np.float32),), B=2, N=4, T=8, S=8, dtype=np.dtype("float32"))
       >>> [(stream.axes, stream.shape) for stream in cut.streams]

@@ -8,4 +8,10 @@ except ModuleNotFoundError as error:
     hint = 'jflash.nn needs Flax, which is not installed: pip install "jflash[flax]"'
     raise ModuleNotFoundError(hint, name="flax") from error
 
+from jflash.nn.attention import Attention as Attention
 from jflash.nn.attention_fn import attention_fn as attention_fn
+from jflash.nn.config import AttentionConfig as AttentionConfig
+from jflash.nn.rope import LinearScaling as LinearScaling
+from jflash.nn.rope import NTKScaling as NTKScaling
+from jflash.nn.rope import RoPE as RoPE
+from jflash.nn.rope import YaRN as YaRN

@@ -1,0 +1,48 @@
+"""The layers written out: einsum by einsum, with every weight of every pair, in the dtype of what they are given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rotated(x, positions, frequencies):
+    """RoPE as multiplication of complex numbers: element i and element i + H / 2 are one of them."""
+    half = x.shape[-1] // 2
+    positions = jnp.asarray(positions).astype(x.dtype)
+    angles = positions[..., None, None] * jnp.asarray(frequencies, x.dtype)
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def normalised(x, scale, kind):
+    if kind == "layer_norm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def dense_attention(q, k, v, visible, *, scale, softcap=None):
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
+    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+
+
+def attention(weights, x, context, config, visible, positions):
+    """`weights` is the tree of parameters; `visible` (B or 1, N or 1, T, S) is all that the masks say."""
+
+    def project(name, x):
+        projected = jnp.einsum("btf,fnh->btnh", x, weights[name]["kernel"])
+        return projected + weights[name]["bias"] if config.qkv_bias else projected
+
+    q, k, v = project("query", x), project("key", context), project("value", context)
+    if config.qk_norm is not None:
+        q = normalised(q, weights["query_norm"]["scale"], config.qk_norm)
+        k = normalised(k, weights["key_norm"]["scale"], config.qk_norm)
+    if config.rope is not None:
+        frequencies = config.rope.base ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        q, k = (rotated(x, positions, frequencies) for x in (q, k))
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap)
+    out = jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])
+    return out + weights["out"]["bias"] if config.out_bias else out

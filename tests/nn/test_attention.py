@@ -1,0 +1,231 @@
+"""The attention layers: equal to the formula written out, to each other, and step by step to the full pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_layers
+import pytest
+from flax import linen, nnx
+from layer_helpers import assert_within_error_rule, normal, split
+
+import jflash.nn.linen
+from jflash.errors import ArgumentError, DtypeError
+from jflash.masks import Lengths, Segments
+from jflash.nn import Attention, AttentionConfig, RoPE
+
+B, T, S, N, K, H, FEATURES, KV_FEATURES = 2, 9, 7, 6, 3, 8, 10, 5
+
+documents = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
+positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
+lengths = np.array([4, 6])
+t, s = np.arange(T)[:, None], np.arange(T)
+
+# Each: the config, the arguments of the call, and the pairs that attend.
+CASES = {
+    "grouped_causal_rope_norm": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=100.0), qk_norm="rms_norm"
+        ),
+        {},
+        s <= t,
+    ),
+    "window_softcap_biases": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=1, head_dim=H, window=(2, 1), softcap=1.5, scale=0.6, qkv_bias=True,
+            out_bias=True, qk_norm="layer_norm",
+        ),
+        {},
+        (s >= t - 2) & (s <= t + 1),
+    ),
+    "packed_documents": (
+        AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE()),
+        {"mask": Segments(documents), "positions": positions},
+        (s <= t) & (documents[:, None, :, None] == documents[:, None, None]),
+    ),
+    "cross": (
+        AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H),
+        {"mask": Lengths(kv=lengths)},
+        np.arange(S) < lengths[:, None, None, None],
+    ),
+}  # fmt: skip
+
+
+def make(config, **arguments):
+    return lambda: Attention(config, FEATURES, rngs=nnx.Rngs(0), **arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_written_out(name):
+    config, call, visible = CASES[name]
+    inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
+    inputs = inputs if name == "cross" else inputs[:1]
+    parameters, layer = split(make(config, kv_features=KV_FEATURES if name == "cross" else None))
+
+    def plain(parameters, *inputs):
+        weights = nnx.to_pure_dict(parameters)
+        at = call.get("positions", np.arange(T))
+        return plain_layers.attention(weights, inputs[0], inputs[-1], config, visible, at)
+
+    assert_within_error_rule(lambda parameters, *inputs: layer(parameters)(*inputs, **call), plain, parameters, *inputs)
+
+
+@pytest.mark.parametrize("name", ["window_softcap_biases", "packed_documents", "cross"])
+def test_linen_gives_the_same_bits(name):
+    config, call, _ = CASES[name]
+    inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
+    inputs = inputs if name == "cross" else inputs[:1]
+    parameters, layer = split(make(config, kv_features=KV_FEATURES if name == "cross" else None))
+    twin = jflash.nn.linen.Attention(config, features=FEATURES)
+    wanted = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), {"params": nnx.to_pure_dict(parameters)})
+    variables = jax.eval_shape(twin.init, jax.random.key(0), *inputs)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), variables) == wanted
+    found = jax.jit(lambda parameters, inputs: layer(parameters)(*inputs, **call))(parameters, inputs)
+    variables = {"params": nnx.to_pure_dict(parameters)}
+    also = jax.jit(lambda variables, inputs: twin.apply(variables, *inputs, **call))(variables, inputs)
+    assert np.abs(found).max() > 0.1
+    np.testing.assert_array_equal(found, also)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+DECODERS = {
+    "rope": AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=50.0)),
+    "rope_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), qk_norm="rms_norm"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_prefill_and_steps_are_rows_of_the_full_pass(name):
+    """A prompt with padding, then one and three tokens at a time; each batch row at a position of its own."""
+    config = DECODERS[name]
+    parameters, layer = split(make(config))
+    x = normal(4, B, 16, FEATURES)
+    prompts = np.array([5, 2])
+    wanted = np.asarray(jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x))
+    prefill = jax.jit(lambda parameters, x, cache: layer(parameters).prefill(x, cache, lengths=prompts))
+    decode = jax.jit(lambda parameters, x, cache: layer(parameters).decode(x, cache))
+    out, cache = prefill(parameters, x[:, :5], config.empty_cache(B=B, S=16, step=3))
+    for row, length in enumerate(prompts):
+        np.testing.assert_allclose(out[row, :length], wanted[row, :length], rtol=0, atol=2e-6)
+    for T in (1, 1, 3, 3, 1, 1):
+        now = np.asarray(cache.positions(T))
+        rows = np.arange(B)[:, None]
+        out, cache = decode(parameters, x[rows, now], cache)
+        np.testing.assert_allclose(out, wanted[rows, now], rtol=0, atol=2e-6)
+    assert cache.length.tolist() == (prompts + 10).tolist()
+
+
+def test_linen_decodes_to_the_same_bits():
+    config = DECODERS["rope_window"]
+    parameters, layer = split(make(config))
+    twin, variables = jflash.nn.linen.Attention(config, features=FEATURES), {"params": nnx.to_pure_dict(parameters)}
+    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=16)
+
+    def both(method: str, x, cache):
+        ours = jax.jit(lambda parameters, x, cache: getattr(layer(parameters), method)(x, cache))
+        theirs = jax.jit(lambda variables, x, cache: twin.apply(variables, x, cache, method=method))
+        found = ours(parameters, x, cache)
+        jax.tree.map(np.testing.assert_array_equal, found, theirs(variables, x, cache))
+        return found
+
+    _, cache = both("prefill", x, cache)
+    _, cache = both("decode", x[:, :1], cache)
+    assert cache.length.tolist() == [T + 1] * B
+
+
+# Dtypes and axes -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_computation_have_dtypes_of_their_own():
+    config = AttentionConfig(num_heads=N, head_dim=H, causal=True, qk_norm="rms_norm", dtype=jnp.bfloat16)
+    parameters, layer = split(make(config))
+    assert {leaf.dtype for leaf in jax.tree.leaves(parameters)} == {np.dtype(np.float32)}
+    x = normal(4, B, T, FEATURES)
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's norms need for 16 bits
+        jaxpr = jax.make_jaxpr(lambda parameters, x: layer(parameters)(x))(parameters, x)
+    assert jaxpr.out_avals[0].dtype == jnp.bfloat16
+    assert config.empty_cache(B=B, S=T).k.dtype == jnp.bfloat16
+    refused = pytest.raises(DtypeError, match=r"`k`: found dtype bfloat16, wanted float32, as the cache has")
+    with jax.numpy_dtype_promotion("standard"), refused:
+        jax.eval_shape(layer(parameters).prefill, x, config.empty_cache(B=B, S=T, dtype=jnp.float32))
+
+
+AXES = {
+    "query": {"kernel": ("embed", "heads", "head_dim"), "bias": ("heads", "head_dim")},
+    "key": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
+    "value": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
+    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
+    "query_norm": {"scale": ("head_dim",)},
+    "key_norm": {"scale": ("head_dim",)},
+}
+RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("head_dim", None))
+ANNOTATED = AttentionConfig(
+    num_heads=N, num_kv_heads=2, head_dim=H, qk_norm="rms_norm", qkv_bias=True, out_bias=True, logical_axes=True
+)
+
+
+def test_parameters_of_linen_know_their_logical_axes():
+    layer = jflash.nn.linen.Attention(ANNOTATED, features=FEATURES)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), normal(4, B, T, FEATURES))
+    specs = linen.get_partition_spec(variables)["params"]
+    assert specs == jax.tree.map(lambda axes: jax.P(*axes), AXES, is_leaf=lambda axes: isinstance(axes, tuple))
+    on_mesh = linen.logical_to_mesh(specs, RULES)
+    assert on_mesh["out"]["kernel"] == jax.P("model", None, "data")
+
+
+def test_parameters_of_nnx_are_made_where_the_rules_say():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        layer = Attention(ANNOTATED, FEATURES, rngs=nnx.Rngs(0))
+    for module, names in AXES.items():
+        for name, axes in names.items():
+            assert getattr(getattr(layer, module), name).get_metadata()["out_sharding"] == axes
+    assert layer.key.kernel[...].sharding.spec == jax.P("data", "model", None)
+    assert layer.out.kernel[...].sharding.spec == jax.P("model", None, "data")
+    with pytest.raises(ValueError, match="mesh"):
+        make(ANNOTATED)()
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"num_kv_heads": 4}, r"`num_kv_heads`: found 4, wanted a number that divides num_heads=6"),
+        ({"num_kv_heads": 0}, r"`num_kv_heads`: found 0"),
+        ({"qk_norm": True}, r"`qk_norm`: found True"),
+        ({"window": (1, 2, 3)}, r"`window`: found \(1, 2, 3\)"),
+    ],
+)
+def test_a_wrong_config_raises(arguments, wanted):
+    with pytest.raises(ArgumentError, match=wanted):
+        AttentionConfig(num_heads=N, head_dim=H, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"causal": True}, r"`causal`: found True, wanted False for cross-attention"),
+        ({"window": 3}, r"`window`: found 3, wanted None for cross-attention"),
+        ({"rope": RoPE()}, r"`rope`: found RoPE.* for cross-attention"),
+    ],
+)
+def test_positions_across_two_sequences_raise(arguments, wanted):
+    layer = make(AttentionConfig(num_heads=N, head_dim=H, **arguments))()
+    with pytest.raises(ArgumentError, match=wanted):
+        layer(normal(4, B, T, FEATURES), normal(5, B, S, FEATURES))
+
+
+def test_a_cache_of_another_layer_raises():
+    """A cache that keeps all tokens would let a layer with a window see too many, and the reverse too few."""
+    config = DECODERS["rope"]
+    layer, x = make(DECODERS["rope_window"])(), normal(4, B, 1, FEATURES)
+    with pytest.raises(ArgumentError, match=r"`cache`: found window=None, wanted window=3.*empty_cache"):
+        layer.decode(x, config.empty_cache(B=B, S=T))
+    with pytest.raises(ArgumentError, match=r"`causal`: found False, wanted True"):
+        AttentionConfig(num_heads=N, head_dim=H).empty_cache(B=B, S=T)
+    with pytest.raises(ArgumentError, match=r"`causal`: found False, wanted True"):
+        make(AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H))().decode(x, config.empty_cache(B=B, S=T))

@@ -11,6 +11,8 @@ except ModuleNotFoundError as error:
 from jflash.nn.attention import Attention as Attention
 from jflash.nn.attention_fn import attention_fn as attention_fn
 from jflash.nn.config import AttentionConfig as AttentionConfig
+from jflash.nn.mla import MLAConfig as MLAConfig
+from jflash.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jflash.nn.rope import LinearScaling as LinearScaling
 from jflash.nn.rope import NTKScaling as NTKScaling
 from jflash.nn.rope import RoPE as RoPE

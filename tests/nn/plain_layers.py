@@ -46,3 +46,24 @@ def attention(weights, x, context, config, visible, positions):
     out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap)
     out = jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])
     return out + weights["out"]["bias"] if config.out_bias else out
+
+
+def latent_attention(weights, x, config, visible):
+    """MLA with every key and value of every head formed."""
+
+    def project(name, x, equation="btf,fnh->btnh"):
+        return jnp.einsum(equation, x, weights[name]["kernel"])
+
+    frequencies = config.rope.base ** (-np.arange(0, config.rope_dim, 2) / config.rope_dim)
+    positions = np.arange(x.shape[1])
+    q = x
+    if config.query_latent_dim is not None:
+        q = normalised(project("query_down", x, "btf,fl->btl"), weights["query_norm"]["scale"], "rms_norm")
+    q = project("query", q)
+    q = jnp.concatenate([q[..., : config.head_dim], rotated(q[..., config.head_dim :], positions, frequencies)], -1)
+    latent = normalised(project("latent", x, "btf,fl->btl"), weights["latent_norm"]["scale"], "rms_norm")
+    key_rope = rotated(project("key_rope", x, "btf,fh->bth")[:, :, None], positions, frequencies)
+    keys = project("key_up", latent)
+    k = jnp.concatenate([keys, jnp.repeat(key_rope, config.num_heads, axis=2)], axis=-1)
+    out = dense_attention(q, k, project("value_up", latent), visible, scale=config.scale)
+    return jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])

@@ -11,6 +11,13 @@ except ModuleNotFoundError as error:
 from jflash.nn.attention import Attention as Attention
 from jflash.nn.attention_fn import attention_fn as attention_fn
 from jflash.nn.config import AttentionConfig as AttentionConfig
+from jflash.nn.convert import config_from_flax as config_from_flax
+from jflash.nn.convert import from_flax as from_flax
+from jflash.nn.convert import to_flax as to_flax
+from jflash.nn.decoder import Decoder as Decoder
+from jflash.nn.decoder import DecoderConfig as DecoderConfig
+from jflash.nn.decoder import generate as generate
+from jflash.nn.decoder import save_attention as save_attention
 from jflash.nn.mla import MLAConfig as MLAConfig
 from jflash.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jflash.nn.rope import LinearScaling as LinearScaling

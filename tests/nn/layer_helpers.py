@@ -15,10 +15,10 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def split(make: Callable[[], nnx.Module]) -> tuple[Any, Callable]:
+def split(make: Callable[[], nnx.Module], *, seed: int = 7) -> tuple[Any, Callable]:
     """Random parameters for the layer that `make` makes, and the layer as a function of parameters."""
     graph, parameters = nnx.split(nnx.eval_shape(make))
-    return randomised(parameters), lambda parameters: nnx.merge(graph, parameters)
+    return randomised(parameters, seed=seed), lambda parameters: nnx.merge(graph, parameters)
 
 
 def randomised(parameters: Any, *, seed: int = 7) -> Any:

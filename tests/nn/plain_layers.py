@@ -67,3 +67,16 @@ def latent_attention(weights, x, config, visible):
     k = jnp.concatenate([keys, jnp.repeat(key_rope, config.num_heads, axis=2)], axis=-1)
     out = dense_attention(q, k, project("value_up", latent), visible, scale=config.scale)
     return jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])
+
+
+def decoder(weights, tokens, config):
+    """Logits of a causal decoder without a window."""
+    t = np.arange(tokens.shape[1])
+    x = weights["embed"]["embedding"][tokens]
+    for _, block in sorted(weights["blocks"].items()):
+        y = normalised(x, block["attention_norm"]["scale"], "rms_norm")
+        x = x + attention(block["attention"], y, y, config.attention, t <= t[:, None], t)
+        y = normalised(x, block["swiglu_norm"]["scale"], "rms_norm")
+        gate, up, down = (block["swiglu"][name]["kernel"] for name in ("gate", "up", "down"))
+        x = x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+    return normalised(x, weights["norm"]["scale"], "rms_norm") @ weights["embed"]["embedding"].T

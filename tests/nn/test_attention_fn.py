@@ -42,7 +42,11 @@ LAYERS = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in LAYERS), ("grouped_boolean_mask", "bfloat16")],
+    [
+        *((name, "float32") for name in ("grouped_boolean_mask", "float_mask_of_flax", "cross_padded")),
+        ("grouped_boolean_mask", "bfloat16"),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in ("self", "mask_and_causal")),
+    ],
 )
 def test_in_nnx_multi_head_attention(name, dtype):
     arguments, call = LAYERS[name]
@@ -86,7 +90,7 @@ def test_in_linen_multi_head_dot_product_attention(cross):
     [
         ((T, N, H), (S, N, H), (S,), (T, S)),
         ((B, T, N, H), (B, S, K, H), (B, 1, 1, S), (N, 1, S)),
-        ((2, 3, T, N, H), (2, 3, S, N, H), (3, 1, T, S), (1, 1, N, T, S)),
+        pytest.param((2, 3, T, N, H), (2, 3, S, N, H), (3, 1, T, S), (1, 1, N, T, S), marks=pytest.mark.slow),
         ((2, 3, T, N, H), (2, 3, S, N, H), (1, 3, N, 1, S), (2, 1, 1, T, S)),
     ],
 )
@@ -138,10 +142,9 @@ def test_arguments_reach_the_call():
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [N, K])
-def test_decode_steps_of_nnx(kv_heads):
+def test_decode_steps_of_nnx():
     x = normal(4, B, T, FEATURES)
-    layers = [multi_head(fn, kv_heads=kv_heads) for fn in (attention_fn(), nnx.dot_product_attention)]
+    layers = [multi_head(fn, kv_heads=K) for fn in (attention_fn(), nnx.dot_product_attention)]
     for layer in layers:
         layer.init_cache((B, T, FEATURES))
     for t in range(T):

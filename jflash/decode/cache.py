@@ -168,6 +168,7 @@ def decode_attention(
     cache: KVCache,
     *,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N Hv"]:
@@ -176,7 +177,7 @@ def decode_attention(
     Args:
       q: queries of the T tokens that were appended last.
       cache: what `append` or `fill` gave.
-      softcap, scale, backend: as of `flash_attention`.
+      softcap, sinks, scale, backend: as of `flash_attention`.
 
     Returns:
       (B, T, N, Hv) in the dtype of q; NaN in rows that have grown past the slots of a cache without a window.
@@ -193,7 +194,7 @@ def decode_attention(
     """
     values = cache.k if cache.v is None else cache.v
     out = flash_attention(
-        q, cache.k, values, mask=cache.mask(q.shape[1]), softcap=softcap, scale=scale, backend=backend
+        q, cache.k, values, mask=cache.mask(q.shape[1]), softcap=softcap, sinks=sinks, scale=scale, backend=backend
     )
     return jnp.where(cache.is_lost[:, None, None, None], jnp.nan, out)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -13,26 +14,28 @@ from jflash.nn.config import AttentionConfig
 class Attention(nnx.Module):
     """Multi-head attention with projections, for `flax.nnx`; `jflash.nn.linen.Attention` computes the same.
 
-    Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
-    (features, heads, H), `out` with (N, H, features), and `query_norm` and `key_norm` where the config has them.
+        Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
+        (features, heads, H), `out` with (N, H, features). `query_norm`, `key_norm` and `sinks` are there if the config
+    has them.
 
-    Args:
-      config: what it computes.
-      features: of the tokens, in and out.
-      kv_features: of the context in cross-attention; None means as `features`.
-      rngs: for the parameters.
+        Args:
+          config: what it computes.
+          features: of the tokens, in and out.
+          kv_features: of the context in cross-attention; None means as `features`.
+          rngs: for the parameters.
 
-    Example:
-      >>> from flax import nnx
-      >>> from jflash.nn import Attention, AttentionConfig, RoPE
-      >>> config = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, causal=True, rope=RoPE())
-      >>> layer = Attention(config, 96, rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((2, 30, 96))).shape
-      (2, 30, 96)
-      >>> out, cache = layer.prefill(jnp.ones((2, 30, 96)), config.empty_cache(B=2, S=100))
-      >>> out, cache = layer.decode(jnp.ones((2, 1, 96)), cache)
-      >>> out.shape, cache.length.tolist()
-      ((2, 1, 96), [31, 31])
+        Example:
+          >>> import jax.numpy as jnp
+    from flax import nnx
+          >>> from jflash.nn import Attention, AttentionConfig, RoPE
+          >>> config = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, causal=True, rope=RoPE())
+          >>> layer = Attention(config, 96, rngs=nnx.Rngs(0))
+          >>> layer(jnp.ones((2, 30, 96))).shape
+          (2, 30, 96)
+          >>> out, cache = layer.prefill(jnp.ones((2, 30, 96)), config.empty_cache(B=2, S=100))
+          >>> out, cache = layer.decode(jnp.ones((2, 1, 96)), cache)
+          >>> out.shape, cache.length.tolist()
+          ((2, 1, 96), [31, 31])
     """
 
     def __init__(self, config: AttentionConfig, features: int, *, kv_features: int | None = None, rngs: nnx.Rngs):
@@ -45,6 +48,8 @@ class Attention(nnx.Module):
         self.out = self._projection("out", heads, features, axis=(-2, -1), rngs=rngs)
         self.query_norm = nnx.data(self._norm(rngs))
         self.key_norm = nnx.data(self._norm(rngs))
+        zeros = jnp.zeros((config.num_heads,), config.param_dtype)
+        self.sinks = nnx.data(nnx.Param(zeros, **self._named("heads")) if config.sinks else None)
 
     def __call__(
         self,
@@ -66,8 +71,9 @@ class Attention(nnx.Module):
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
         """
         if context is not None:
-            return self.out(self.config.attend_across(*self._project(x, context), mask=mask))
-        return self.out(self.config.attend(*self._project(x, x), mask=mask, positions=positions))
+            return self.out(self.config.attend_across(*self._project(x, context), sinks=self._sinks, mask=mask))
+        out = self.config.attend(*self._project(x, x), sinks=self._sinks, mask=mask, positions=positions)
+        return self.out(out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -82,7 +88,7 @@ class Attention(nnx.Module):
         Raises:
           ShapeError, DtypeError, ArgumentError: as `KVCache.fill`; the config is not causal.
         """
-        out, cache = self.config.prefill(*self._project(x, x), cache, lengths=lengths)
+        out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
         return self.out(out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
@@ -91,8 +97,12 @@ class Attention(nnx.Module):
         Raises:
           ShapeError, DtypeError, ArgumentError: as `KVCache.append` and `decode_attention`; the config is not causal.
         """
-        out, cache = self.config.decode(*self._project(x, x), cache)
+        out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
         return self.out(out), cache
+
+    @property
+    def _sinks(self) -> Float[Array, " N"] | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def _project(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
         q, k, v = self.query(x), self.key(context), self.value(context)

@@ -34,6 +34,7 @@ class AttentionConfig:
       qk_norm: normalises queries and keys along H, before `rope`, with a scale that is learned: "rms_norm", as in
         Qwen 3, or "layer_norm" without a bias, as Flax's `normalize_qk` does (ViT-22B, arXiv:2302.05442).
       softcap, scale: as of `flash_attention`.
+      sinks: whether each head learns a logit that takes part in its softmax and has no value, as in gpt-oss.
       qkv_bias, out_bias: whether the projections to q, k and v and the one of the output have biases.
       dtype: computed in; None is the widest of inputs and parameters.
       param_dtype: of the parameters.
@@ -60,6 +61,7 @@ class AttentionConfig:
     qk_norm: Literal["rms_norm", "layer_norm"] | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     dtype: Any = None
@@ -93,15 +95,22 @@ class AttentionConfig:
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K H"],
         *,
-        mask: Mask | None = None,
-        positions: Int[Array, "*B T"] | None = None,
+        sinks: Float[Array, " N"] | None,
+        mask: Mask | None,
+        positions: Int[Array, "*B T"] | None,
     ) -> Float[Array, "B T N H"]:
         """Attention among the tokens that q, k and v were projected from."""
         q, k = self._rotated(q, k, positions)
-        return self._flash_attention(q, k, v, mask=mask, causal=self.causal)
+        return self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks)
 
     def attend_across(
-        self, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], *, mask: Mask | None
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        *,
+        sinks: Float[Array, " N"] | None,
+        mask: Mask | None,
     ) -> Float[Array, "B T N H"]:
         """Attention of tokens to those of another sequence."""
         for name, wanted in (("causal", False), ("window", None), ("rope", None)):
@@ -110,7 +119,7 @@ class AttentionConfig:
                 raise ArgumentError(
                     name, found=repr(getattr(self, name)), wanted=f"{wanted} for cross-attention", hint=hint
                 )
-        return self._flash_attention(q, k, v, mask=mask)
+        return self._flash_attention(q, k, v, mask=mask, sinks=sinks)
 
     def prefill(
         self,
@@ -119,23 +128,30 @@ class AttentionConfig:
         v: Float[Array, "B T K H"],
         cache: KVCache,
         *,
+        sinks: Float[Array, " N"] | None,
         lengths: Int[Array, " B"] | None,
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
         """Attention among the first tokens of each row, and the cache that holds them."""
         self._check_cache(cache)
         q, k = self._rotated(q, k, None)
         mask = None if lengths is None else Lengths(q=lengths, kv=lengths)
-        out = self._flash_attention(q, k, v, mask=mask, causal=self.causal)
+        out = self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks)
         return out, cache.fill(k, v, lengths=lengths)
 
     def decode(
-        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], cache: KVCache
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: KVCache,
+        *,
+        sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
         """Attention of the next tokens of each row to all before, and the cache that holds them too."""
         self._check_cache(cache)
         q, k = self._rotated(q, k, cache.positions(q.shape[1]))
         cache = cache.append(k, v)
-        out = decode_attention(q, cache, softcap=self.softcap, scale=self.scale, backend=self.backend)
+        out = decode_attention(q, cache, softcap=self.softcap, sinks=sinks, scale=self.scale, backend=self.backend)
         return out, cache
 
     def empty_cache(self, *, B: int, S: int, step: int = 1, dtype: Any = None) -> KVCache:

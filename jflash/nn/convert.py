@@ -81,6 +81,8 @@ def to_flax(parameters: Mapping[str, Any], config: AttentionConfig) -> dict[str,
         if (value := getattr(config, name)) is not None:
             hint = f"jflash.nn.attention_fn has {name}." if name != "rope" else ""
             raise ArgumentError("config", found=f"{name}={value}", wanted=f"{name}=None", hint=hint)
+    if config.sinks:
+        raise ArgumentError("config", found="sinks=True", wanted="sinks=False, since Flax's layer has none")
     if config.qk_norm == "rms_norm":
         raise ArgumentError("config", found='qk_norm="rms_norm"', wanted='"layer_norm" or None, as Flax has')
     if config.qkv_bias != config.out_bias:

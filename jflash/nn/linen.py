@@ -47,6 +47,9 @@ class Attention(linen.Module):
         if config.qk_norm is not None:
             self.query_norm = self._norm()
             self.key_norm = self._norm()
+        zeros = self._named(linen.initializers.zeros, "heads")
+        shape = (config.num_heads,)
+        self._sinks = self.param("sinks", zeros, shape, config.param_dtype) if config.sinks else None
 
     def __call__(
         self,
@@ -58,19 +61,20 @@ class Attention(linen.Module):
     ) -> Float[Array, "B T features"]:
         """Self-attention of x, or cross-attention of x to a context."""
         if context is not None:
-            return self.out(self.config.attend_across(*self._project(x, context), mask=mask))
-        return self.out(self.config.attend(*self._project(x, x), mask=mask, positions=positions))
+            return self.out(self.config.attend_across(*self._project(x, context), sinks=self._sinks, mask=mask))
+        out = self.config.attend(*self._project(x, x), sinks=self._sinks, mask=mask, positions=positions)
+        return self.out(out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the first T tokens of each row, and the cache with these tokens and no others."""
-        out, cache = self.config.prefill(*self._project(x, x), cache, lengths=lengths)
+        out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
         return self.out(out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the next T tokens of each row to all tokens so far, and the cache that holds them too."""
-        out, cache = self.config.decode(*self._project(x, x), cache)
+        out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
         return self.out(out), cache
 
     def _project(self, x: Array, context: Array) -> tuple[Array, Array, Array]:

@@ -75,3 +75,9 @@ def assert_within_error_rule(
     rows = measure(next(wide), truth=truth, plain=next(wide), dtype=dtype)
     assert len(rows) == 2 * len(truth)
     assert all(row.within for row in rows), "\n".join(map(str, rows))
+
+
+def next_token_loss(logits: Any, tokens: Any) -> Any:
+    """The cross-entropy of each next token."""
+    log_probabilities = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1).mean()

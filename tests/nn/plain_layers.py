@@ -20,11 +20,15 @@ def normalised(x, scale, kind):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def dense_attention(q, k, v, visible, *, scale, softcap=None):
+def dense_attention(q, k, v, visible, *, scale, softcap=None, sinks=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
+    logits = jnp.where(visible, logits, -1e30)
+    if sinks is not None:  # a key more, without a value
+        sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, sinks], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
 
@@ -43,7 +47,8 @@ def attention(weights, x, context, config, visible, positions):
         frequencies = config.rope.base ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         q, k = (rotated(x, positions, frequencies) for x in (q, k))
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
-    out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap)
+    sinks = weights["sinks"] if config.sinks else None
+    out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap, sinks=sinks)
     out = jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])
     return out + weights["out"]["bias"] if config.out_bias else out
 

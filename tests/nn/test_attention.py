@@ -29,10 +29,10 @@ CASES = {
         {},
         s <= t,
     ),
-    "window_softcap_biases": (
+    "window_softcap_biases_sinks": (
         AttentionConfig(
             num_heads=N, num_kv_heads=1, head_dim=H, window=(2, 1), softcap=1.5, scale=0.6, qkv_bias=True,
-            out_bias=True, qk_norm="layer_norm",
+            out_bias=True, qk_norm="layer_norm", sinks=True,
         ),
         {},
         (s >= t - 2) & (s <= t + 1),
@@ -69,7 +69,7 @@ def test_the_formula_written_out(name):
     assert_within_error_rule(lambda parameters, *inputs: layer(parameters)(*inputs, **call), plain, parameters, *inputs)
 
 
-@pytest.mark.parametrize("name", ["window_softcap_biases", "packed_documents", "cross"])
+@pytest.mark.parametrize("name", ["window_softcap_biases_sinks", "packed_documents", "cross"])
 def test_linen_gives_the_same_bits(name):
     config, call, _ = CASES[name]
     inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
@@ -91,7 +91,7 @@ def test_linen_gives_the_same_bits(name):
 DECODERS = {
     "rope": AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=50.0)),
     "rope_window": AttentionConfig(
-        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), qk_norm="rms_norm"
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True
     ),
 }
 
@@ -159,11 +159,13 @@ AXES = {
     "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
     "query_norm": {"scale": ("head_dim",)},
     "key_norm": {"scale": ("head_dim",)},
+    "sinks": ("heads",),
 }
 RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("head_dim", None))
 ANNOTATED = AttentionConfig(
-    num_heads=N, num_kv_heads=2, head_dim=H, qk_norm="rms_norm", qkv_bias=True, out_bias=True, logical_axes=True
-)
+    num_heads=N, num_kv_heads=2, head_dim=H, qk_norm="rms_norm", sinks=True, qkv_bias=True, out_bias=True,
+    logical_axes=True,
+)  # fmt: skip
 
 
 def test_parameters_of_linen_know_their_logical_axes():
@@ -179,9 +181,11 @@ def test_parameters_of_nnx_are_made_where_the_rules_say():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         layer = Attention(ANNOTATED, FEATURES, rngs=nnx.Rngs(0))
-    for module, names in AXES.items():
-        for name, axes in names.items():
-            assert getattr(getattr(layer, module), name).get_metadata()["out_sharding"] == axes
+    found = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    wanted = dict(jax.tree_util.tree_leaves_with_path(AXES, is_leaf=lambda axes: isinstance(axes, tuple)))
+    assert {path: variable.get_metadata()["out_sharding"] for path, variable in found} == {
+        tuple(key.key for key in path): axes for path, axes in wanted.items()
+    }
     assert layer.key.kernel[...].sharding.spec == jax.P("data", "model", None)
     assert layer.out.kernel[...].sharding.spec == jax.P("model", None, "data")
     with pytest.raises(ValueError, match="mesh"):

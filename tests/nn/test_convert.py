@@ -77,6 +77,7 @@ def test_a_layer_that_ours_is_not_raises(arguments, wanted):
         ({"rope": RoPE()}, "found rope="),
         ({"window": 3}, r"found window=3.*attention_fn has window"),
         ({"softcap": 3.0}, r"found softcap=3.0.*attention_fn has softcap"),
+        ({"sinks": True}, "found sinks=True"),
         ({"qk_norm": "rms_norm"}, "found qk_norm="),
         ({"qkv_bias": True}, "found qkv_bias=True, out_bias=False"),
     ],

@@ -1,22 +1,16 @@
 """The decoder: the formula written out, decoding, remat, export, and training beside the reference."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import plain_layers
 import pytest
 from flax import nnx
 from helpers import count
-from layer_helpers import assert_within_error_rule, split, widened
+from layer_helpers import assert_within_error_rule, next_token_loss, split, widened
 
-import jflash
 from jflash.errors import ArgumentError
 from jflash.masks import Segments
 from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate, save_attention
@@ -32,12 +26,6 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 
 def make(config):
     return lambda: Decoder(config, rngs=nnx.Rngs(0))
-
-
-def loss_of(logits, tokens):
-    """Cross-entropy of each next token."""
-    log_probabilities = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1).mean()
 
 
 def test_the_formula_written_out():
@@ -106,7 +94,7 @@ def test_attention_that_sees_the_future_raises():
 
 def gradients(config):
     parameters, model = split(make(config))
-    return parameters, lambda parameters: jax.grad(lambda p: loss_of(model(p)(TOKENS), TOKENS))(parameters)
+    return parameters, lambda parameters: jax.grad(lambda p: next_token_loss(model(p)(TOKENS), TOKENS))(parameters)
 
 
 def is_forward(equation) -> bool:
@@ -138,68 +126,6 @@ def test_remat_changes_no_gradient():
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
 
-# Export --------------------------------------------------------------------------------------------------------------
-
-
-def training_step(config):
-    """Leaves of the parameters, and a function of them and of tokens: one step of gradient descent, and the logits.
-
-    Of leaves, since `jax.export` cannot serialise the types of Flax.
-    """
-    parameters, model = split(make(config))
-    leaves, tree = jax.tree.flatten(parameters)
-
-    def step(leaves, tokens):
-        def loss(parameters):
-            logits = model(parameters)(tokens)
-            return loss_of(logits, tokens), logits
-
-        (_, logits), slopes = jax.value_and_grad(loss, has_aux=True)(jax.tree.unflatten(tree, leaves))
-        return logits, [leaf - 0.1 * slope for leaf, slope in zip(leaves, jax.tree.leaves(slopes))]
-
-    return leaves, step
-
-
-def test_an_exported_training_step_runs_in_a_process_without_flax_and_jflash(tmp_path):
-    leaves, step = training_step(CONFIG)
-    exported = jax.export.export(jax.jit(step))(leaves, TOKENS)
-    (tmp_path / "step").write_bytes(exported.serialize())
-    np.savez(tmp_path / "inputs", TOKENS, *leaves)
-    source = textwrap.dedent("""
-        import pathlib, sys
-        import jax, numpy as np
-        step = jax.export.deserialize(bytearray(pathlib.Path("step").read_bytes()))
-        tokens, *leaves = np.load("inputs.npz").values()
-        logits, leaves = step.call(leaves, tokens)
-        assert not {"flax", "jflash"} & sys.modules.keys()
-        np.savez("outputs", logits, *leaves)
-    """)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", source]
-    subprocess.run(command, cwd=tmp_path, env=environment | {"JAX_PLATFORMS": "cpu"}, check=True, timeout=120)
-    logits, *new_leaves = np.load(tmp_path / "outputs.npz").values()
-    wanted_logits, wanted = jax.jit(step)(leaves, TOKENS)
-    np.testing.assert_allclose(logits, wanted_logits, rtol=0, atol=1e-6)
-    assert len(new_leaves) == len(leaves)
-    for found, right, old in zip(new_leaves, wanted, leaves, strict=True):
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
-        assert np.abs(found - old).max() > 0
-
-
-def test_a_training_step_exports_for_cuda_with_the_kernels_in_it():
-    attention = dataclasses.replace(ATTENTION, head_dim=64, dtype=jnp.bfloat16)
-    leaves, step = training_step(dataclasses.replace(CONFIG, attention=attention, remat=save_attention))
-    tokens = jax.ShapeDtypeStruct((B, 128), jnp.int32)
-    with jflash.use_options(hardware="h200"), jax.numpy_dtype_promotion("standard"):  # the latter for Flax's norms
-        exported = jax.export.export(jax.jit(step), platforms=["cuda"])(leaves, tokens)
-    again = jax.export.deserialize(exported.serialize())
-    assert again.platforms == ("cuda",)
-    text = again.mlir_module()
-    assert "jflash_forward_sm90" in text and "jflash_backward_sm90" in text
-    with pytest.raises(ValueError, match="cuda"):
-        again.call(leaves, np.zeros(tokens.shape, np.int32))
-
-
 # Training ------------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +143,7 @@ def losses(backend: str, dtype: str, steps: int) -> np.ndarray:
 
     def step(carry, tokens):
         parameters, state = carry
-        loss, slopes = jax.value_and_grad(lambda p: loss_of(model(p)(tokens), tokens))(parameters)
+        loss, slopes = jax.value_and_grad(lambda p: next_token_loss(model(p)(tokens), tokens))(parameters)
         updates, state = optimiser.update(slopes, state)
         return (optax.apply_updates(parameters, updates), state), loss
 

@@ -18,8 +18,8 @@ from jflash.nn.decoder import Decoder as Decoder
 from jflash.nn.decoder import DecoderConfig as DecoderConfig
 from jflash.nn.decoder import generate as generate
 from jflash.nn.decoder import save_attention as save_attention
-from jflash.nn.mla import MLAConfig as MLAConfig
 from jflash.nn.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
+from jflash.nn.mla_config import MLAConfig as MLAConfig
 from jflash.nn.rope import LinearScaling as LinearScaling
 from jflash.nn.rope import NTKScaling as NTKScaling
 from jflash.nn.rope import RoPE as RoPE

@@ -70,10 +70,10 @@ class Attention(nnx.Module):
         Raises:
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
         """
-        if context is not None:
-            return self.out(self.config.attend_across(*self._project(x, context), sinks=self._sinks, mask=mask))
-        out = self.config.attend(*self._project(x, x), sinks=self._sinks, mask=mask, positions=positions)
-        return self.out(out)
+        is_cross = context is not None
+        attend = self.config.attend_across if is_cross else self.config.attend
+        q, k, v = self._project(x, context if is_cross else x)
+        return self.out(attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions))
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None

@@ -1,4 +1,4 @@
-"""`AttentionConfig`: what an attention layer is, and what it does between its projections. It needs no Flax."""
+"""`AttentionConfig`: an attention layer without its weights, and what it computes between its projections."""
 
 import dataclasses
 from collections.abc import Callable
@@ -111,14 +111,19 @@ class AttentionConfig:
         *,
         sinks: Float[Array, " N"] | None,
         mask: Mask | None,
+        positions: None,
     ) -> Float[Array, "B T N H"]:
-        """Attention of tokens to those of another sequence."""
-        for name, wanted in (("causal", False), ("window", None), ("rope", None)):
-            if getattr(self, name) != wanted:
-                hint = "Positions of the two sequences are not on one scale; a mask can say which pairs attend."
-                raise ArgumentError(
-                    name, found=repr(getattr(self, name)), wanted=f"{wanted} for cross-attention", hint=hint
-                )
+        """Attention of tokens to those of another sequence.
+
+        Raises:
+          ArgumentError: there is something that knows of positions, which are not on one scale in two sequences.
+        """
+        of_positions = {"causal": self.causal or None, "window": self.window, "rope": self.rope, "positions": positions}
+        for name, found in of_positions.items():
+            if found is not None:
+                found = "an array" if name == "positions" else repr(found)
+                hint = "Which pairs attend across two sequences goes into `mask`."
+                raise ArgumentError(name, found=found, wanted="none in cross-attention", hint=hint)
         return self._flash_attention(q, k, v, mask=mask, sinks=sinks)
 
     def prefill(

@@ -12,7 +12,9 @@ from jflash.nn.config import AttentionConfig
 _NAMES = {name: name for name in ("query", "key", "value", "out")} | {"query_norm": "query_ln", "key_norm": "key_ln"}
 
 
-def config_from_flax(layer: nnx.MultiHeadAttention | linen.MultiHeadDotProductAttention, **changes: Any):
+def config_from_flax(
+    layer: nnx.MultiHeadAttention | linen.MultiHeadDotProductAttention, **changes: Any
+) -> AttentionConfig:
     """The config of a layer of ours that computes what Flax's layer does.
 
     Args:

@@ -1,4 +1,4 @@
-"""The attention layer for Linen: projections around `AttentionConfig`."""
+"""The attention layers for Linen: projections around `AttentionConfig` and `MLAConfig`."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.config import AttentionConfig
+from jflash.nn.mla_config import MLAConfig
 
 
 class Attention(linen.Module):
@@ -47,7 +48,7 @@ class Attention(linen.Module):
         if config.qk_norm is not None:
             self.query_norm = self._norm()
             self.key_norm = self._norm()
-        zeros = self._named(linen.initializers.zeros, "heads")
+        zeros = _named(config, linen.initializers.zeros, "heads")
         shape = (config.num_heads,)
         self._sinks = self.param("sinks", zeros, shape, config.param_dtype) if config.sinks else None
 
@@ -60,10 +61,10 @@ class Attention(linen.Module):
         positions: Int[Array, "*B T"] | None = None,
     ) -> Float[Array, "B T features"]:
         """Self-attention of x, or cross-attention of x to a context."""
-        if context is not None:
-            return self.out(self.config.attend_across(*self._project(x, context), sinks=self._sinks, mask=mask))
-        out = self.config.attend(*self._project(x, x), sinks=self._sinks, mask=mask, positions=positions)
-        return self.out(out)
+        is_cross = context is not None
+        attend = self.config.attend_across if is_cross else self.config.attend
+        q, k, v = self._project(x, context if is_cross else x)
+        return self.out(attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions))
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -91,18 +92,98 @@ class Attention(linen.Module):
             use_bias=config.out_bias if name == "out" else config.qkv_bias,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
-            kernel_init=self._named(config.kernel_init, *axes),
-            bias_init=self._named(linen.initializers.zeros, *(axes[2:] if name == "out" else axes[1:])),
+            kernel_init=_named(config, config.kernel_init, *axes),
+            bias_init=_named(config, linen.initializers.zeros, *(axes[2:] if name == "out" else axes[1:])),
             **axis,
         )
 
     def _norm(self) -> linen.RMSNorm | linen.LayerNorm:
         config = self.config
         arguments = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        arguments["scale_init"] = self._named(linen.initializers.ones, "head_dim")
+        arguments["scale_init"] = _named(config, linen.initializers.ones, "head_dim")
         if config.qk_norm == "layer_norm":
             return linen.LayerNorm(use_bias=False, **arguments)
         return linen.RMSNorm(**arguments)
 
-    def _named(self, initializer: Any, *axes: str) -> Any:
-        return linen.with_logical_partitioning(initializer, axes) if self.config.logical_axes else initializer
+
+class MultiHeadLatentAttention(linen.Module):
+    """Multi-head latent attention for `flax.linen`; `jflash.nn.MultiHeadLatentAttention` has the documentation.
+
+    Args:
+      config: what it computes.
+      features: of the tokens, in and out.
+
+    Example:
+      >>> import jax
+      >>> from jflash.nn import MLAConfig
+      >>> from jflash.nn.linen import MultiHeadLatentAttention
+      >>> config = MLAConfig(num_heads=2, head_dim=16, rope_dim=8, value_head_dim=16, latent_dim=24)
+      >>> layer = MultiHeadLatentAttention(config, features=40)
+      >>> x = jnp.ones((1, 5, 40))
+      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+      (1, 5, 40)
+    """
+
+    config: MLAConfig
+    features: int
+
+    def setup(self):
+        config = self.config
+        for name, (_, size_out, axes) in config.projections.items():
+            projection = linen.DenseGeneral(
+                self.features if size_out is None else size_out,
+                axis=(-2, -1) if name == "out" else -1,
+                use_bias=False,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=_named(config, config.kernel_init, *axes),
+            )
+            setattr(self, name, projection)
+        self.latent_norm = self._norm("latent")
+        if config.query_latent_dim is not None:
+            self.query_norm = self._norm("query_latent")
+
+    def __call__(
+        self,
+        x: Float[Array, "B T features"],
+        *,
+        mask: Mask | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+    ) -> Float[Array, "B T features"]:
+        """Causal self-attention."""
+        return self.out(self.config.attend(*self._heads(x, self._latent(x)), mask=mask, positions=positions))
+
+    def prefill(
+        self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T features"], KVCache]:
+        """As `Attention.prefill`."""
+        latent = self._latent(x)
+        out, cache = self.config.prefill(*self._heads(x, latent), latent, cache, lengths=lengths)
+        return self.out(out), cache
+
+    def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
+        """As `Attention.decode`."""
+        kernels = {name: self._kernel(name) for name in ("key_up", "value_up")}
+        out, cache = self.config.decode(self._query(x), self.key_rope(x), self._latent(x), cache, **kernels)
+        return self.out(out), cache
+
+    def _latent(self, x: Array) -> Float[Array, "B T L"]:
+        return self.latent_norm(self.latent(x))
+
+    def _query(self, x: Array) -> Float[Array, "B T N H+R"]:
+        return self.query(x if self.config.query_latent_dim is None else self.query_norm(self.query_down(x)))
+
+    def _heads(self, x: Array, latent: Array) -> tuple[Array, ...]:
+        return self._query(x), self.key_up(latent), self.value_up(latent), self.key_rope(x)
+
+    def _kernel(self, name: str) -> Array:
+        return linen.unbox(getattr(self, name).variables["params"]["kernel"])
+
+    def _norm(self, axis: str) -> linen.RMSNorm:
+        config = self.config
+        named = _named(config, linen.initializers.ones, axis)
+        return linen.RMSNorm(dtype=config.dtype, param_dtype=config.param_dtype, scale_init=named)
+
+
+def _named(config: AttentionConfig | MLAConfig, initializer: Any, *axes: str) -> Any:
+    return linen.with_logical_partitioning(initializer, axes) if config.logical_axes else initializer

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jflash
 from jflash.decode import KVCache, decode_attention
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 
@@ -135,6 +136,16 @@ def test_a_row_past_its_slots_is_nan_and_the_others_are_right():
     assert np.isnan(out).all(axis=(1, 2, 3)).tolist() == [False, True, False]
     assert not np.isnan(out[np.array([0, 2])]).any()
     np.testing.assert_array_equal(cache.k[1], k[1, :6])
+
+
+@pytest.mark.parametrize(("window", "mask"), [(None, "Causal"), (127, "(KeyRange")])
+def test_the_kernels_take_a_step(window, mask):
+    cache = jax.eval_shape(lambda: cache_of(S=4096, K=4, H=128, Hv=128, dtype=jnp.bfloat16, window=window))
+    q = jax.ShapeDtypeStruct((B, 1, 16, 128), jnp.bfloat16)
+    of_step = jax.eval_shape(lambda cache: cache.mask(1), cache)
+    assert repr(of_step).startswith(mask)
+    explained = jflash.explain(q, cache.k, cache.v, mask=of_step, hardware="h200")
+    assert explained.plan.backend == "mosaic_gpu"
 
 
 # In place ------------------------------------------------------------------------------------------------------------

@@ -74,7 +74,10 @@ def assert_within_error_rule(
     wide = ({name: result.astype(np.float64) for name, result in results.items()} for results in (found, yardstick))
     rows = measure(next(wide), truth=truth, plain=next(wide), dtype=dtype)
     assert len(rows) == 2 * len(truth)
-    assert all(row.within for row in rows), "\n".join(map(str, rows))
+    # The mean of a few errors, of a bias or of the scale of a norm, is as much a matter of chance as the largest of
+    # them, and the rule for means counts on many. The largest is judged in every array.
+    judged = [row for row in rows if row.statistic == "max" or truth[row.name].size >= 100]
+    assert all(row.within for row in judged), "\n".join(map(str, judged))
 
 
 def next_token_loss(logits: Any, tokens: Any) -> Any:

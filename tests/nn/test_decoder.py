@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import plain_layers
@@ -84,6 +85,16 @@ def test_drawn_tokens_follow_the_key():
         generate(model(parameters), TOKENS, num_tokens=1, temperature=5.0)
 
 
+@pytest.mark.slow
+def test_a_step_updates_donated_caches_in_place():
+    parameters, model = split(make(WINDOW))
+    cache = jax.tree.map(jnp.array, WINDOW.empty_cache(B=B, S=40))
+    step = jax.jit(lambda parameters, tokens, cache: model(parameters).decode(tokens, cache), donate_argnums=2)
+    places = {leaf.unsafe_buffer_pointer() for own in cache for leaf in (own.k, own.v)}
+    _, new = step(parameters, TOKENS[:, :1], cache)
+    assert {leaf.unsafe_buffer_pointer() for own in new for leaf in (own.k, own.v)} == places
+
+
 def test_attention_that_sees_the_future_raises():
     with pytest.raises(ArgumentError, match=r"`attention`: found causal=False"):
         dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, causal=False))
@@ -124,6 +135,28 @@ def test_remat_changes_no_gradient():
     wanted, found = jax.jit(plain)(parameters), jax.jit(again)(parameters)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
+
+
+# Over a mesh ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gradients_over_a_mesh():
+    """Parameters where the rules for their logical axes say, tokens split over rows: the gradients of one device."""
+    parameters, step = gradients(CONFIG)
+    wanted = jax.jit(step)(parameters)
+    annotated = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, logical_axes=True))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("hidden", "model"), ("vocab", None))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules((*rules, ("head_dim", None))):
+        same, model = split(make(annotated))
+        placed = jax.device_put(same, nnx.get_named_sharding(same, mesh))
+        tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(jax.grad(lambda p, tokens: next_token_loss(model(p)(tokens), tokens)))(placed, tokens)
+    query = nnx.to_pure_dict(found)["blocks"][0]["attention"]["query"]["kernel"]
+    assert query.sharding.spec == jax.P("data", "model", None)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * max(1, np.abs(other).max()))
 
 
 # Training ------------------------------------------------------------------------------------------------------------

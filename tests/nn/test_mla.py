@@ -1,14 +1,17 @@
 """Multi-head latent attention: the formula with all keys formed, and the cache of latent vectors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import plain_layers
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from layer_helpers import assert_within_error_rule, normal, split, widened
 
 import jflash
+import jflash.nn.linen
 from jflash.errors import ArgumentError
 from jflash.masks import Segments
 from jflash.nn import MLAConfig, MultiHeadLatentAttention, RoPE
@@ -58,6 +61,33 @@ def test_prefill_and_absorbed_steps_are_rows_of_the_full_pass(name):
             now, rows = np.asarray(cache.positions(length)), np.arange(B)[:, None]
             out, cache = decode(parameters, x[rows, now], cache)
             np.testing.assert_allclose(out, wanted[rows, now], rtol=0, atol=1e-12)
+
+
+def test_linen_gives_the_same_bits():
+    config = dataclasses.replace(CONFIGS["query_latent"], logical_axes=True)
+    parameters, layer = split(make(CONFIGS["query_latent"]))
+    twin = jflash.nn.linen.MultiHeadLatentAttention(config, features=FEATURES)
+    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=T + 1)
+    boxed = jax.eval_shape(twin.init, jax.random.key(0), x)
+    assert linen.get_partition_spec(boxed)["params"]["key_up"]["kernel"] == jax.P("latent", "heads", "head_dim")
+    pure = nnx.to_pure_dict(parameters)
+    assert jax.tree.map(jnp.shape, linen.unbox(boxed)["params"]) == jax.tree.map(jnp.shape, pure)
+    variables = jax.tree.map(lambda box, leaf: box.replace_boxed(leaf), boxed["params"], pure, is_leaf=is_box)
+
+    def both(method: str, x, cache):
+        ours = jax.jit(lambda parameters, x, cache: getattr(layer(parameters), method)(x, cache))
+        theirs = jax.jit(lambda weights, x, cache: twin.apply({"params": weights}, x, cache, method=method))
+        found = ours(parameters, x, cache)
+        jax.tree.map(np.testing.assert_array_equal, found, theirs(variables, x, cache))
+        return found
+
+    _, cache = both("prefill", x, cache)
+    _, cache = both("decode", x[:, :1], cache)
+    assert cache.length.tolist() == [T + 1] * B
+
+
+def is_box(leaf) -> bool:
+    return isinstance(leaf, linen.LogicallyPartitioned)
 
 
 def test_the_kernels_take_the_shapes_of_deepseek():

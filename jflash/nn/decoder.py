@@ -138,22 +138,32 @@ class Decoder(nnx.Module):
 
     def prefill(
         self, tokens: Int[Array, "B T"], cache: tuple[KVCache, ...], *, lengths: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B T vocab"], tuple[KVCache, ...]]:
-        """Logits of the first T tokens of each row, of which `lengths` are no padding, and the cache with them."""
-        return self._with_cache(tokens, cache, lambda block, x, cache: block.prefill(x, cache, lengths=lengths))
+    ) -> tuple[Float[Array, "B vocab"], tuple[KVCache, ...]]:
+        """Logits of the token that follows each prompt, and the cache with the prompts.
+
+        Args:
+          tokens: prompts, of which the last tokens may be padding.
+          cache: from `config.empty_cache`; what it holds is forgotten.
+          lengths: how many tokens the prompt of each row has, at least 1; None means T.
+        """
+        x, cache = self._with_cache(tokens, cache, lambda block, x, cache: block.prefill(x, cache, lengths=lengths))
+        # Logits of all tokens of a long prompt would be larger than all else.
+        last = x[:, -1:] if lengths is None else jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        return self._logits(last)[:, 0], cache
 
     def decode(
         self, tokens: Int[Array, "B T"], cache: tuple[KVCache, ...]
     ) -> tuple[Float[Array, "B T vocab"], tuple[KVCache, ...]]:
-        """Logits of the next T tokens of each row, and the cache with them too."""
-        return self._with_cache(tokens, cache, Block.decode)
+        """Logits of what follows each of the next T tokens of each row, and the cache with them too."""
+        x, cache = self._with_cache(tokens, cache, Block.decode)
+        return self._logits(x), cache
 
     def _with_cache(self, tokens: Array, cache: tuple[KVCache, ...], step: Callable) -> tuple[Array, tuple]:
         x, caches = self.embed(tokens), []
         for block, own in zip(self.blocks, cache, strict=True):
             x, own = step(block, x, own)
             caches.append(own)
-        return self._logits(x), tuple(caches)
+        return x, tuple(caches)
 
     def _logits(self, x: Array) -> Array:
         embedding = self.embed.embedding[...].astype(x.dtype)
@@ -187,10 +197,9 @@ def generate(
         raise ArgumentError("key", found="None", wanted=f"a key of jax.random with temperature={temperature}")
     prompt = jnp.asarray(prompt)
     B, T = prompt.shape
-    lengths = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     cache = model.config.empty_cache(B=B, S=T + num_tokens)
-    logits, cache = model.prefill(prompt, cache, lengths=lengths)
-    last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    last, cache = model.prefill(prompt, cache, lengths=lengths)
 
     def choose(logits: Array, step: Array) -> Array:
         if not temperature:

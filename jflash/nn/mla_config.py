@@ -41,7 +41,7 @@ class MLAConfig:
     value_head_dim: int = 128
     latent_dim: int = 512
     query_latent_dim: int | None = None
-    rope: RoPE = RoPE()  # noqa: RUF009 it is frozen
+    rope: RoPE = dataclasses.field(default_factory=RoPE)
     scale: float | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32

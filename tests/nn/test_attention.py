@@ -24,13 +24,6 @@ t, s = np.arange(T)[:, None], np.arange(T)
 
 # Each: the config, the arguments of the call, and the pairs that attend.
 CASES = {
-    "grouped_causal_rope_norm": (
-        AttentionConfig(
-            num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=100.0), qk_norm="rms_norm"
-        ),
-        {},
-        s <= t,
-    ),
     "window_softcap_biases_sinks": (
         AttentionConfig(
             num_heads=N, num_kv_heads=1, head_dim=H, window=(2, 1), softcap=1.5, scale=0.6, qkv_bias=True,
@@ -40,7 +33,9 @@ CASES = {
         (s >= t - 2) & (s <= t + 1),
     ),
     "packed_documents": (
-        AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE()),
+        AttentionConfig(
+            num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=100.0), qk_norm="rms_norm"
+        ),
         {"mask": Segments(documents), "positions": positions},
         (s <= t) & (documents[:, None, :, None] == documents[:, None, None]),
     ),

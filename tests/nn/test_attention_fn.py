@@ -66,7 +66,7 @@ def test_in_nnx_multi_head_attention(name, dtype):
     assert_within_error_rule(applied(ours), applied(stock), parameters, *inputs, exact=applied(exact), dtype=dtype)
 
 
-@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("cross", [pytest.param(False, marks=pytest.mark.slow), True], ids=["self", "cross"])
 def test_in_linen_multi_head_dot_product_attention(cross):
     x, context = normal(4, B, T, FEATURES), normal(5, B, S, 5)
     inputs = (x, context) if cross else (x,)
@@ -118,8 +118,6 @@ def test_patterns_take_the_place_of_arrays():
     wanted = out_and_gradients(lambda parameters, x: stock(parameters)(x, mask=visible), parameters, x)
     for name, right in wanted.items():
         np.testing.assert_allclose(found[name], right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=name)
-    no_mask = out_and_gradients(lambda parameters, x: stock(parameters)(x), parameters, x)
-    assert np.abs(no_mask["out"] - wanted["out"]).max() > 0.1
 
 
 def test_patterns_let_the_kernels_run_where_an_array_does_not():

@@ -38,6 +38,7 @@ def test_the_formula_written_out():
     )
 
 
+@pytest.mark.slow
 def test_packed_documents_are_as_each_alone():
     parameters, model = split(make(CONFIG))
     documents, positions = np.array([0] * 4 + [1] * 7), np.array([*range(4), *range(7)])
@@ -71,6 +72,7 @@ def test_generate_takes_the_most_likely_token_each_time(config):
     assert len(np.unique(found)) > 4
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_the_key():
     parameters, model = split(make(dataclasses.replace(CONFIG, num_layers=1)))
 

@@ -3,12 +3,15 @@
 import pathlib
 import re
 
+import pytest
+
 import jflash.nn
 
 FOLDER = pathlib.Path(jflash.nn.__file__).parent
 README = (FOLDER / "README.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_examples_run_in_order():
     namespace: dict[str, object] = {}
     for source in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jflash.api import flash_attention
 from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.masks import And, Causal, Dense, Mask
+from jflash.nn.rope import RoPE
 
 
 def attention_fn(
@@ -18,6 +19,7 @@ def attention_fn(
     mask: Mask | None = None,
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
+    rope: RoPE | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     backend: str = "auto",
@@ -32,7 +34,8 @@ def attention_fn(
       `attention_fn` itself needs no such array, and lets kernels run that take none.
     - Any number of batch axes. Fewer key/value heads than query heads, also where Flax's function refuses them.
     - `dtype` is the dtype computed in; None is the widest of query, key and value.
-    - `is_causal` is aligned at the top left, as in Flax.
+    - `is_causal` is aligned at the top left, as in Flax. `input_positions`, (*batch, T), are for `rope`, as those of
+      `nnx.dot_product_attention_with_rope`.
     - `force_fp32_for_softmax` is always so. `precision` is met: products are exact for 16-bit inputs, and HIGHEST for
       float32. (`jax.default_matmul_precision` changes that; with both set, the call raises.)
     - What needs the matrix of weights raises: `module` (`sow_weights=True`), einsums of the caller's, dropout.
@@ -41,6 +44,8 @@ def attention_fn(
 
     Args:
       mask: which pairs attend besides what the layer says, from `jflash.masks`.
+      rope: rotates queries and keys, of which there must be as many: cached keys of decoding steps have been rotated by
+        nobody.
       causal, window, softcap, scale, backend: as of `flash_attention`.
 
     Returns:
@@ -91,11 +96,9 @@ def attention_fn(
         _refuse_what_needs_weights(module, einsums)
         _refuse_dropout(dropout_rate, deterministic)
         _check_precision(precision)
-        if input_positions is not None:
-            hint = "jflash.nn.Attention(rope=...) rotates queries and keys by their positions."
-            raise ArgumentError(
-                "input_positions", found="an array", wanted="None, since nothing here reads it", hint=hint
-            )
+        if input_positions is not None and rope is None:
+            hint = "Give attention_fn(rope=RoPE(...))."
+            raise ArgumentError("input_positions", found="an array", wanted="None without `rope`", hint=hint)
 
         if jnp.ndim(query) < 3:
             raise ShapeError(
@@ -111,6 +114,12 @@ def attention_fn(
             wanted = "one of the two where T != S"
             hint = "Decode with attention_fn() and the layer's own mask, or with jflash.nn.Attention and its cache."
             raise ArgumentError("mask", found=found, wanted=wanted, hint=hint)
+        if rope is not None:
+            if T != S:
+                hint = "jflash.nn.Attention rotates what it caches."
+                raise ArgumentError("rope", found=f"T={T}, S={S}", wanted="equal lengths", hint=hint)
+            positions = jnp.arange(T, dtype=jnp.int32) if input_positions is None else jnp.asarray(input_positions)
+            query, key = rope(query, positions), rope(key, positions)
         masks = [own_mask] if own_mask is not None else []
         masks += [Causal()] if is_causal else []
         if mask is not None:

@@ -191,6 +191,27 @@ def test_parameters_of_nnx_are_made_where_the_rules_say():
         make(ANNOTATED)()
 
 
+@pytest.mark.slow
+def test_rows_split_over_explicit_axes():
+    config = DECODERS["rope"]
+    parameters, layer = split(make(config))
+    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=T)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def prefill_and_decode(parameters, x, cache):
+        out, cache = layer(parameters).prefill(x[:, :-1], cache)
+        last, cache = layer(parameters).decode(x[:, -1:], cache)
+        return jnp.concatenate([out, last], axis=1), cache.k
+
+    wanted = jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x)
+    with jax.set_mesh(mesh):
+        everywhere, by_row = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+        placed = jax.device_put((parameters, x, cache), (everywhere, by_row, by_row))
+        out, k = jax.jit(prefill_and_decode)(*placed)
+    assert out.sharding.spec[0] == k.sharding.spec[0] == "data"
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """`jflash.nn.attention_fn` in the place of Flax's own attention: the same numbers, or an error with a way out."""
 
+import functools
 import inspect
 
 import flax.linen as linen
@@ -13,7 +14,7 @@ from layer_helpers import assert_within_error_rule, normal, out_and_gradients, r
 import jflash
 from jflash.errors import ArgumentError, ShapeError
 from jflash.masks import Causal, Dense, Lengths, SlidingWindow
-from jflash.nn import attention_fn
+from jflash.nn import RoPE, attention_fn
 
 B, T, S, N, K, H, FEATURES = 2, 9, 7, 6, 3, 8, 10
 
@@ -127,6 +128,25 @@ def test_patterns_let_the_kernels_run_where_an_array_does_not():
     assert jflash.explain(q, k, v, mask=dense, hardware="h200").plan.backend == "xla"
 
 
+def test_rope_is_that_of_flax():
+    """With positions of each row too, on two batch axes, which Flax's function does not take: there row by row."""
+    q, k, v = normal(3, 2, 3, T, N, H), normal(4, 2, 3, T, K, H), normal(5, 2, 3, T, K, H)
+    positions = np.random.default_rng(6).integers(0, 50, (2, 3, T))
+    ours = jax.jit(attention_fn(rope=RoPE(base=50.0)))
+    theirs = jax.jit(functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE(theta=50.0)))
+    found = ours(q, k, v, input_positions=positions)
+    for row in np.ndindex(2, 3):
+        rotated = (
+            jax.vmap(
+                lambda x, at=positions[row].astype(np.float32): nnx.RoPE(theta=50.0)(x, at), in_axes=-2, out_axes=-2
+            )(x[row])
+            for x in (q, k)
+        )
+        wanted = nnx.dot_product_attention(*rotated, v[row])
+        np.testing.assert_allclose(found[row], wanted, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(ours(q[0], k[0], v[0]), theirs(q[0], k[0], v[0]), rtol=0, atol=2e-6)
+
+
 def test_arguments_reach_the_call():
     q, k, v = normal(3, B, T, N, H), normal(4, B, T, K, H), normal(5, B, T, K, H)
     found = attention_fn(softcap=0.7, scale=0.4, window=2, backend="reference")(q, k, v)
@@ -223,9 +243,13 @@ def test_precision_is_met_or_refused():
         attention_fn()(q, q, q, precision=jax.lax.Precision.HIGHEST)
 
 
-def test_positions_raise():
-    with pytest.raises(ArgumentError, match=r"`input_positions`.*rope"):
+def test_positions_and_lengths_that_rope_cannot_take_raise():
+    with pytest.raises(ArgumentError, match=r"`input_positions`: found an array, wanted None without `rope`"):
         multi_head(attention_fn())(normal(4, B, T, FEATURES), input_positions=np.arange(T))
+    layer = multi_head(attention_fn(rope=RoPE()))
+    layer.init_cache((B, T, FEATURES))
+    with pytest.raises(ArgumentError, match=r"`rope`: found T=1, S=9, wanted equal lengths.*rotates what it caches"):
+        layer(normal(4, B, 1, FEATURES), decode=True)
 
 
 @pytest.mark.parametrize(

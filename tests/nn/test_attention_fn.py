@@ -132,16 +132,12 @@ def test_rope_is_that_of_flax():
     """With positions of each row too, on two batch axes, which Flax's function does not take: there row by row."""
     q, k, v = normal(3, 2, 3, T, N, H), normal(4, 2, 3, T, K, H), normal(5, 2, 3, T, K, H)
     positions = np.random.default_rng(6).integers(0, 50, (2, 3, T))
-    ours = jax.jit(attention_fn(rope=RoPE(base=50.0)))
-    theirs = jax.jit(functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE(theta=50.0)))
+    ours, rope = jax.jit(attention_fn(rope=RoPE(base=50.0))), nnx.RoPE(theta=50.0)
+    theirs = jax.jit(functools.partial(nnx.dot_product_attention_with_rope, rope=rope))
+    rotate_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
     found = ours(q, k, v, input_positions=positions)
     for row in np.ndindex(2, 3):
-        rotated = (
-            jax.vmap(
-                lambda x, at=positions[row].astype(np.float32): nnx.RoPE(theta=50.0)(x, at), in_axes=-2, out_axes=-2
-            )(x[row])
-            for x in (q, k)
-        )
+        rotated = (rotate_heads(x[row], positions[row].astype(np.float32)) for x in (q, k))
         wanted = nnx.dot_product_attention(*rotated, v[row])
         np.testing.assert_allclose(found[row], wanted, rtol=0, atol=2e-6)
     np.testing.assert_allclose(ours(q[0], k[0], v[0]), theirs(q[0], k[0], v[0]), rtol=0, atol=2e-6)

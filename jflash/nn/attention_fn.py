@@ -38,7 +38,9 @@ def attention_fn(
       `nnx.dot_product_attention_with_rope`.
     - `force_fp32_for_softmax` is always so. `precision` is met: products are exact for 16-bit inputs, and HIGHEST for
       float32. (`jax.default_matmul_precision` changes that; with both set, the call raises.)
-    - What needs the matrix of weights raises: `module` (`sow_weights=True`), einsums of the caller's, dropout.
+    - `dropout_rng` is a key of jax.random. Each batch row and head drops weights of its own, also where
+      `broadcast_dropout` allows Flax to draw one pattern for all of them.
+    - What needs the matrix of weights raises: `module` (`sow_weights=True`), einsums of the caller's.
 
     A query that sees no key gives 0, where Flax gives the mean of all values.
 
@@ -94,7 +96,6 @@ def attention_fn(
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
         _refuse_what_needs_weights(module, einsums)
-        _refuse_dropout(dropout_rate, deterministic)
         _check_precision(precision)
         if input_positions is not None and rope is None:
             hint = "Give attention_fn(rope=RoPE(...))."
@@ -126,7 +127,8 @@ def attention_fn(
             pairs = _on_one_batch_axis("mask", jnp.asarray(mask).astype(bool), batch)
             masks.append(Dense(pairs.reshape((1,) * (2 - pairs.ndim) + pairs.shape)))
         operands = {"query": query, "key": key, "value": value}
-        with naming(q="query", k="key", v="value"):
+        dropout = {} if deterministic else {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
+        with naming(q="query", k="key", v="value", dropout_key="dropout_rng"):
             out = flash_attention(
                 *(_on_one_batch_axis(name, array, batch) for name, array in operands.items()),
                 mask=And(*masks) if masks else None,
@@ -134,6 +136,7 @@ def attention_fn(
                 window=window,
                 bias=None if bias is None else _on_one_batch_axis("bias", jnp.asarray(bias), batch),
                 softcap=softcap,
+                **dropout,
                 scale=scale,
                 backend=backend,
             )
@@ -154,12 +157,6 @@ def _refuse_what_needs_weights(module: Any, einsums: Mapping[str, Any]) -> None:
                 "Products with q, k and v are formed tile by tile; the attention_fn of Flax takes einsums of your own."
             )
             raise ArgumentError(name, found=repr(einsum), wanted="None", hint=hint)
-
-
-def _refuse_dropout(rate: float, deterministic: bool) -> None:
-    if rate > 0 and not deterministic:
-        hint = "Pass deterministic=True, or dropout_rate=0 and drop out the output of the layer."
-        raise ArgumentError("dropout_rate", found=f"{rate} with deterministic=False", wanted="0", hint=hint)
 
 
 def _check_precision(precision: Any) -> None:

@@ -153,6 +153,28 @@ def test_arguments_reach_the_call():
         assert attention_fn()(q.astype(jnp.bfloat16), k, v).dtype == np.float32
 
 
+def test_dropout_in_both_layers():
+    """The key that the layer draws is the key of the call; without it nothing is dropped."""
+    q, key, rate = normal(3, B, T, N, H), jax.random.key(8), 0.3
+    found = attention_fn()(q, q, q, dropout_rng=key, dropout_rate=rate)
+    np.testing.assert_array_equal(found, jflash.flash_attention(q, q, q, dropout_rate=rate, dropout_key=key))
+    np.testing.assert_array_equal(
+        attention_fn()(q, q, q, dropout_rng=key, dropout_rate=rate, deterministic=True), attention_fn()(q, q, q)
+    )
+    with pytest.raises(ArgumentError, match=r"`dropout_rng`: found None"):
+        attention_fn()(q, q, q, dropout_rate=rate)
+
+    x = normal(4, B, T, FEATURES)
+    layer = multi_head(attention_fn(), dropout_rate=rate)
+    drawn = [layer(x, deterministic=False, rngs=nnx.Rngs(dropout=seed)) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert np.abs(drawn[0] - drawn[2]).max() > 0.01
+    twin = linen.MultiHeadDotProductAttention(num_heads=2, dropout_rate=rate, attention_fn=attention_fn())
+    variables = randomised(jax.eval_shape(functools.partial(twin.init, deterministic=True), jax.random.key(0), x))
+    drawn = [twin.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 2)]
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.01
+
+
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
@@ -212,14 +234,6 @@ def test_sown_weights_raise():
     layer = linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn())
     with pytest.raises(ArgumentError, match="`module`"):
         layer.init(jax.random.key(0), x, sow_weights=True)
-
-
-def test_dropout_raises_where_it_would_drop():
-    x = normal(4, B, T, FEATURES)
-    layer = multi_head(attention_fn(), dropout_rate=0.5)
-    with pytest.raises(ArgumentError, match=r"`dropout_rate`: found 0.5 with deterministic=False"):
-        layer(x, deterministic=False)
-    np.testing.assert_array_equal(layer(x, deterministic=True), multi_head(attention_fn())(x))
 
 
 @pytest.mark.parametrize("name", ["einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"])

@@ -14,28 +14,27 @@ from jflash.nn.config import AttentionConfig
 class Attention(nnx.Module):
     """Multi-head attention with projections, for `flax.nnx`; `jflash.nn.linen.Attention` computes the same.
 
-        Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
-        (features, heads, H), `out` with (N, H, features). `query_norm`, `key_norm` and `sinks` are there if the config
+    Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
+    (features, heads, H), `out` with (N, H, features). `query_norm`, `key_norm` and `sinks` are there if the config
     has them.
 
-        Args:
-          config: what it computes.
-          features: of the tokens, in and out.
-          kv_features: of the context in cross-attention; None means as `features`.
-          rngs: for the parameters.
+    Args:
+      config: what it computes.
+      features: of the tokens, in and out.
+      kv_features: of the context in cross-attention; None means as `features`.
+      rngs: for the parameters.
 
-        Example:
-          >>> import jax.numpy as jnp
-    from flax import nnx
-          >>> from jflash.nn import Attention, AttentionConfig, RoPE
-          >>> config = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, causal=True, rope=RoPE())
-          >>> layer = Attention(config, 96, rngs=nnx.Rngs(0))
-          >>> layer(jnp.ones((2, 30, 96))).shape
-          (2, 30, 96)
-          >>> out, cache = layer.prefill(jnp.ones((2, 30, 96)), config.empty_cache(B=2, S=100))
-          >>> out, cache = layer.decode(jnp.ones((2, 1, 96)), cache)
-          >>> out.shape, cache.length.tolist()
-          ((2, 1, 96), [31, 31])
+    Example:
+      >>> from flax import nnx
+      >>> from jflash.nn import Attention, AttentionConfig, RoPE
+      >>> config = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, causal=True, rope=RoPE())
+      >>> layer = Attention(config, 96, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 30, 96))).shape
+      (2, 30, 96)
+      >>> out, cache = layer.prefill(jnp.ones((2, 30, 96)), config.empty_cache(B=2, S=100))
+      >>> out, cache = layer.decode(jnp.ones((2, 1, 96)), cache)
+      >>> out.shape, cache.length.tolist()
+      ((2, 1, 96), [31, 31])
     """
 
     def __init__(self, config: AttentionConfig, features: int, *, kv_features: int | None = None, rngs: nnx.Rngs):

@@ -31,10 +31,6 @@ class Attention(nnx.Module):
       >>> layer = Attention(config, 96, rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((2, 30, 96))).shape
       (2, 30, 96)
-      >>> out, cache = layer.prefill(jnp.ones((2, 30, 96)), config.empty_cache(B=2, S=100))
-      >>> out, cache = layer.decode(jnp.ones((2, 1, 96)), cache)
-      >>> out.shape, cache.length.tolist()
-      ((2, 1, 96), [31, 31])
     """
 
     def __init__(self, config: AttentionConfig, features: int, *, kv_features: int | None = None, rngs: nnx.Rngs):

@@ -44,6 +44,8 @@ def attention_fn(
 
     A query that sees no key gives 0, where Flax gives the mean of all values.
 
+    Layers share a compiled program only if they share the function: call this once for all of them.
+
     Args:
       mask: which pairs attend besides what the layer says, from `jflash.masks`.
       rope: rotates queries and keys, of which there must be as many: cached keys of decoding steps have been rotated by

@@ -103,12 +103,9 @@ class Decoder(nnx.Module):
       >>> from flax import nnx
       >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate
       >>> attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, causal=True, rope=RoPE())
-      >>> config = DecoderConfig(vocab_size=50, num_layers=2, features=32, hidden_features=64, attention=attention)
+      >>> config = DecoderConfig(vocab_size=50, num_layers=1, features=32, hidden_features=64, attention=attention)
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
-      >>> prompt = jnp.arange(6).reshape(2, 3)
-      >>> model(prompt).shape
-      (2, 3, 50)
-      >>> generate(model, prompt, num_tokens=5).shape
+      >>> generate(model, jnp.arange(6).reshape(2, 3), num_tokens=5).shape
       (2, 5)
     """
 

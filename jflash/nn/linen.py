@@ -25,14 +25,10 @@ class Attention(linen.Module):
       >>> import jax
       >>> from jflash.nn import AttentionConfig
       >>> from jflash.nn.linen import Attention
-      >>> config = AttentionConfig(num_heads=4, head_dim=16, causal=True)
-      >>> layer = Attention(config, features=96)
+      >>> layer = Attention(AttentionConfig(num_heads=4, head_dim=16), features=96)
       >>> x = jnp.ones((2, 30, 96))
-      >>> variables = layer.init(jax.random.key(0), x)
-      >>> out, cache = layer.apply(variables, x, config.empty_cache(B=2, S=100), method="prefill")
-      >>> out, cache = layer.apply(variables, x[:, :1], cache, method="decode")
-      >>> out.shape
-      (2, 1, 96)
+      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+      (2, 30, 96)
     """
 
     config: AttentionConfig

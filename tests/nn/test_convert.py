@@ -19,7 +19,7 @@ B, T, N, H, FEATURES = 2, 9, 6, 8, 10
     "arguments",
     [
         {"num_kv_heads": 3, "normalize_qk": True, "use_bias": False},
-        {"param_dtype": jnp.bfloat16, "dtype": jnp.float32},
+        pytest.param({"param_dtype": jnp.bfloat16, "dtype": jnp.float32}, marks=pytest.mark.slow),
     ],
     ids=["grouped_norm", "biases"],
 )

@@ -63,6 +63,7 @@ def test_prefill_and_absorbed_steps_are_rows_of_the_full_pass(name):
             np.testing.assert_allclose(out, wanted[rows, now], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_linen_gives_the_same_bits():
     config = dataclasses.replace(CONFIGS["query_latent"], logical_axes=True)
     parameters, layer = split(make(CONFIGS["query_latent"]))

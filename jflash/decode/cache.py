@@ -201,15 +201,19 @@ def decode_attention(
 
 def _written(slots: Array, new: Array, first: Array, count: Array, *, is_ring: bool) -> Array:
     """The slots with `count` tokens of `new` from position `first` on; of more than there are slots the last ones."""
-    S, T = slots.shape[1], new.shape[1]
-    token = jnp.arange(T, dtype=jnp.int32)
-    position = first[:, None] + token
-    slot = position % S if is_ring else position
-    stays = (token < count[:, None]) & (token >= count[:, None] - S) & (slot < S)
-    slot = jnp.where(stays, slot, S + token)
+    slot = _slots(first, count, T=new.shape[1], S=slots.shape[1], is_ring=is_ring)
 
     # One scatter for each row, along which batch and heads stay split over devices.
     def write_row(row: Array, tokens: Array, slot: Array) -> Array:
         return row.at[slot].set(tokens, mode="drop", unique_indices=True)
 
     return jax.vmap(write_row)(slots, new, slot)
+
+
+def _slots(first: Array, count: Array, *, T: int, S: int, is_ring: bool) -> Int[Array, "B T"]:
+    """Where each token of each row goes, no two to the same; from S on for those that go nowhere."""
+    token = jnp.arange(T, dtype=jnp.int32)
+    position = first[:, None] + token
+    slot = position % S if is_ring else position
+    stays = (token < count[:, None]) & (token >= count[:, None] - S) & (slot < S)
+    return jnp.where(stays, slot, S + token)

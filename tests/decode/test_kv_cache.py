@@ -10,6 +10,7 @@ import pytest
 
 import jflash
 from jflash.decode import KVCache, decode_attention
+from jflash.decode.cache import _slots
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 
 B, N, K, H, Hv, LENGTH = 3, 6, 2, 8, 5, 23
@@ -103,6 +104,17 @@ def test_a_prompt_longer_than_the_ring_leaves_its_last_tokens():
     np.testing.assert_array_equal(cache.k[:, np.arange(11, 17) % 6], k[:, 11:17])
     out, _ = append_and_attend(q[:, 17:19], k[:, 17:19], v[:, 17:19], cache)
     assert_close(out, full(q, k, v, 4)[:, 17:19])
+
+
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_no_two_tokens_go_to_one_slot(is_ring):
+    """As the scatter is told. With two in one slot it would depend on the device which of them stays."""
+    first, count = np.array([0, 4, 0, 3]), np.array([9, 9, 2, 9])
+    slots = np.asarray(_slots(first, count, T=9, S=6, is_ring=is_ring))
+    assert all(len(set(row)) == 9 for row in slots.tolist())
+    kept = [[slot for slot in row if slot < 6] for row in slots.tolist()]
+    last_six = [[3, 4, 5, 0, 1, 2], [1, 2, 3, 4, 5, 0], [0, 1], [0, 1, 2, 3, 4, 5]]
+    assert kept == (last_six if is_ring else [[3, 4, 5], [], [0, 1], []])
 
 
 def test_filling_forgets_what_was_there():

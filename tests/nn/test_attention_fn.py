@@ -108,6 +108,12 @@ def test_at_a_call_of_dot_product_attention(q_shape, kv_shape, mask_shape, bias_
     assert_within_error_rule(lambda q, k, v, bias: attention_fn()(q, k, v, bias=bias, mask=mask), plain, *operands)
 
 
+def test_is_causal_is_aligned_at_the_top_left_as_in_flax():
+    q, k, v = normal(3, B, S, N, H), normal(4, B, T, K, H), normal(5, B, T, K, H)
+    found, wanted = (fn(q, k, v, is_causal=True) for fn in (attention_fn(), nnx.dot_product_attention))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_patterns_take_the_place_of_arrays():
     x = normal(4, B, T, FEATURES)
     lengths = np.array([5, 9])

@@ -34,6 +34,8 @@ def test_nnx_multi_head_attention(arguments):
     ours = from_flax(pure)
     shape_and_dtype = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
     assert jax.tree.map(shape_and_dtype, ours) == jax.tree.map(shape_and_dtype, nnx.to_pure_dict(abstract))
+    if config.qk_norm is not None:  # logits would be the same if the two were exchanged
+        np.testing.assert_array_equal(ours["query_norm"]["scale"], pure["query_ln"]["scale"])
     nnx.replace_by_pure_dict(abstract, ours)
     x = normal(4, B, T, FEATURES)
     found = jax.jit(lambda parameters, x: layer(parameters)(x))(abstract, x)

@@ -1,17 +1,23 @@
-"""The layers written out: einsum by einsum, with every weight of every pair, in the dtype of what they are given."""
+"""The layers written out: einsum by einsum, with every weight of every pair, in the dtype of what they are given.
+
+For 16 bits logits, softmax and angles are float32, as for the plain attention of the error rule.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.numerics.precision import compute_dtype
+
 
 def rotated(x, positions, frequencies):
     """RoPE as multiplication of complex numbers: element i and element i + H / 2 are one of them."""
-    half = x.shape[-1] // 2
+    half, dtype = x.shape[-1] // 2, x.dtype
+    x = x.astype(compute_dtype(dtype))
     positions = jnp.asarray(positions).astype(x.dtype)
     angles = positions[..., None, None] * jnp.asarray(frequencies, x.dtype)
     turned = jax.lax.complex(x[..., :half], x[..., half:]) * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(dtype)
 
 
 def normalised(x, scale, kind):
@@ -22,14 +28,14 @@ def normalised(x, scale, kind):
 
 def dense_attention(q, k, v, visible, *, scale, softcap=None, sinks=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=compute_dtype(q.dtype)) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(visible, logits, -1e30)
     if sinks is not None:  # a key more, without a value
-        sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
+        sinks = jnp.broadcast_to(sinks[:, None, None].astype(logits.dtype), (*logits.shape[:-1], 1))
         logits = jnp.concatenate([logits, sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]]
-    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+    return jnp.einsum("bnts,bsnd->btnd", weights.astype(v.dtype), v)
 
 
 def attention(weights, x, context, config, visible, positions):

@@ -134,6 +134,33 @@ def test_linen_decodes_to_the_same_bits():
     assert cache.length.tolist() == [T + 1] * B
 
 
+@pytest.mark.slow
+def test_sixteen_bits_on_every_platform(platform):
+    """With `-m gpu` on Hopper this is the layer by kernels: forward, backward, and steps of decoding."""
+    config = AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), rope=RoPE(), sinks=True,
+        param_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    parameters, layer = split(make(config))
+    x = normal(4, B, 150, FEATURES, dtype=jnp.bfloat16)
+    distance = np.arange(150)[:, None] - np.arange(150)
+
+    def plain(parameters, x):
+        weights, visible = nnx.to_pure_dict(parameters), (distance >= 0) & (distance <= 70)
+        return plain_layers.attention(weights, x, x, config, visible, np.arange(150))
+
+    assert_within_error_rule(lambda parameters, x: layer(parameters)(x), plain, parameters, x, dtype="bfloat16")
+    wanted = np.asarray(jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x), np.float32)
+    prefill = jax.jit(lambda parameters, x, cache: layer(parameters).prefill(x, cache))
+    decode = jax.jit(lambda parameters, x, cache: layer(parameters).decode(x, cache))
+    _, cache = prefill(parameters, x[:, :140], config.empty_cache(B=B, S=150, step=5))
+    for start, stop in ((140, 145), (145, 150)):
+        out, cache = decode(parameters, x[:, start:stop], cache)
+        # Both round to 16 bits, out of attention and of the projection.
+        atol = 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(wanted).max()
+        np.testing.assert_allclose(np.asarray(out, np.float32), wanted[:, start:stop], rtol=0, atol=atol)
+
+
 # Dtypes and axes -----------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,13 @@ def test_the_formula_written_out(name, backend):
     assert_within_error_rule(lambda parameters, *inputs: layer(parameters)(*inputs, **call), plain, parameters, *inputs)
 
 
-@pytest.mark.parametrize("name", ["window_softcap_biases_sinks", "packed_documents", "cross"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window_softcap_biases_sinks",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed_documents", "cross")),
+    ],
+)
 def test_linen_gives_the_same_bits(name):
     config, call, _ = CASES[name]
     inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
@@ -95,7 +101,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [pytest.param("rope", marks=pytest.mark.slow), "rope_window"])
 def test_prefill_and_steps_are_rows_of_the_full_pass(name):
     """A prompt with padding, then one and three tokens at a time; each batch row at a position of its own."""
     config = DECODERS[name]

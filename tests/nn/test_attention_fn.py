@@ -45,7 +45,7 @@ LAYERS = {
     ("name", "dtype"),
     [
         *((name, "float32") for name in ("grouped_boolean_mask", "float_mask_of_flax", "cross_padded")),
-        ("grouped_boolean_mask", "bfloat16"),
+        pytest.param("grouped_boolean_mask", "bfloat16", marks=pytest.mark.slow),
         *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in ("self", "mask_and_causal")),
     ],
 )
@@ -89,7 +89,7 @@ def test_in_linen_multi_head_dot_product_attention(cross):
 @pytest.mark.parametrize(
     ("q_shape", "kv_shape", "mask_shape", "bias_shape"),
     [
-        ((T, N, H), (S, N, H), (S,), (T, S)),
+        pytest.param((T, N, H), (S, N, H), (S,), (T, S), marks=pytest.mark.slow),
         pytest.param((B, T, N, H), (B, S, K, H), (B, 1, 1, S), (N, 1, S), marks=pytest.mark.slow),
         pytest.param((2, 3, T, N, H), (2, 3, S, N, H), (3, 1, T, S), (1, 1, N, T, S), marks=pytest.mark.slow),
         ((2, 3, T, N, H), (2, 3, S, N, H), (1, 3, N, 1, S), (2, 1, 1, T, S)),
@@ -142,7 +142,7 @@ def test_rope_is_that_of_flax():
     theirs = jax.jit(functools.partial(nnx.dot_product_attention_with_rope, rope=rope))
     rotate_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
     found = ours(q, k, v, input_positions=positions)
-    for row in np.ndindex(2, 3):
+    for row in ((0, 2), (1, 0)):
         rotated = (rotate_heads(x[row], positions[row].astype(np.float32)) for x in (q, k))
         wanted = nnx.dot_product_attention(*rotated, v[row])
         np.testing.assert_allclose(found[row], wanted, rtol=0, atol=2e-6)
@@ -195,6 +195,7 @@ def test_decode_steps_of_nnx():
     np.testing.assert_array_equal(layers[0].cached_key[...], layers[1].cached_key[...])
 
 
+@pytest.mark.slow
 def test_decode_steps_of_linen():
     x = normal(4, B, T, FEATURES)
     stock = linen.MultiHeadDotProductAttention(num_heads=N, qkv_features=N * H, decode=True)

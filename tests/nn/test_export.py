@@ -20,7 +20,7 @@ from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, save_attent
 B, T, VOCAB = 2, 11, 13
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, causal=True, rope=RoPE())
-CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=14, attention=ATTENTION)
+CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=1, features=10, hidden_features=14, attention=ATTENTION)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 
 

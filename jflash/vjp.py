@@ -30,11 +30,12 @@ def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: O
     First-order reverse mode only. A second derivative raises UnsupportedError and names `backend="xla"`. JAX itself
     refuses forward mode ("can't apply forward-mode autodiff (jvp) to a custom_vjp function"); `backend="xla"` has it.
     """
-    if operands.functions:
+    if operands.terms is not None:
         # Outside of what has a derivative of its own: from the cotangents of streams JAX makes those of arguments.
-        sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
-        functions = tuple(streamed(function, **sizes) for function in operands.functions)
-        operands = operands._replace(terms=operands.terms._replace(functions=functions))
+        lengths, dtype = {"T": problem.T, "S": problem.S}, compute_dtype(problem.dtype)
+        functions = tuple(streamed(function, **lengths, dtype=dtype) for function in operands.functions)
+        dropout = operands.dropout and operands.dropout.streamed(**lengths)
+        operands = operands._replace(terms=operands.terms._replace(functions=functions, dropout=dropout))
     return _attention(backend, problem, tiles, operands)
 
 

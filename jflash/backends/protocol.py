@@ -12,7 +12,7 @@ from jflash.hardware import Hardware
 from jflash.masks.mask import Mask, MaskStructure
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem, terms_of
-from jflash.scores import Dropout, ScoreFunction, ScoreTerms
+from jflash.scores import Dropout, ScoreFunction, ScoreTerms, StreamedDropout
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 """Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
         return self.terms and self.terms.sinks
 
     @property
-    def dropout(self) -> Dropout | None:
+    def dropout(self) -> Dropout | StreamedDropout | None:
         """Which weights are dropped; or None."""
         return self.terms and self.terms.dropout
 

@@ -4,6 +4,7 @@ and dropout of the weights.
 
 from jflash.scores.build import score_functions as score_functions
 from jflash.scores.dropout import Dropout as Dropout
+from jflash.scores.dropout import StreamedDropout as StreamedDropout
 from jflash.scores.dropout import dropout_of as dropout_of
 from jflash.scores.function import ScoreFunction as ScoreFunction
 from jflash.scores.function import at_pairs as at_pairs

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks.arrays import is_array
-from jflash.numerics.dropout import column_word, is_kept, pair_bits, row_words
+from jflash.numerics.dropout import RowWords, column_word, is_kept, pair_bits, row_words
 from jflash.scores.function import WHOLE, Place, indices
 
 
@@ -41,6 +41,38 @@ class Dropout:
         """The weights with some of them 0 and the others larger by 1 / (1 - rate)."""
         rows = row_words(self.key, place(self.b, "B"), place(self.n, "BN"), q)
         return jnp.where(is_kept(pair_bits(rows, column_word(k)), self.rate), p / (1 - self.rate), 0)
+
+    def streamed(self, *, T: int, S: int) -> "StreamedDropout":
+        """The same for a kernel, which hashes pairs alone."""
+        b, n, q = self.b[:, None, None], self.n[..., None], np.arange(T, dtype=np.int32)
+        rows = row_words(self.key, b, n, q)
+        return StreamedDropout(self.rate, *rows, column_word(np.arange(S, dtype=np.int32))[None])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows_a", "rows_b", "columns"], meta_fields=["rate"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamedDropout:
+    """`Dropout` with a word or two for each row and column of pairs instead of a key.
+
+    Attributes:
+      rate: as there.
+      rows_a, rows_b: (B, N, T) uint32, of `row_words`.
+      columns: (1, S) uint32, of `column_word`.
+    """
+
+    rate: float
+    rows_a: Any
+    rows_b: Any
+    columns: Any
+
+    def leaves(self) -> Iterator[tuple[Any, str]]:
+        """Every array with its axes, in the order of the pytree's leaves."""
+        yield from ((self.rows_a, "BNT"), (self.rows_b, "BNT"), (self.columns, "BS"))
+
+    def apply(self, p: Float[Array, "..."], q: Any, k: Any, *, place: Place) -> Float[Array, "..."]:
+        """As of `Dropout`."""
+        rows_a, rows_b, columns = (place(array, axes) for array, axes in self.leaves())
+        return jnp.where(is_kept(pair_bits(RowWords(rows_a, rows_b), columns), self.rate), p / (1 - self.rate), 0)
 
 
 def dropout_of(rate: Any, key: Any, *, B: int, N: int) -> Dropout | None:

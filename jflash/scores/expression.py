@@ -89,22 +89,22 @@ class Operation:
 
 
 def expression_of(
-    fn: Callable[..., Any], structs: Sequence[Any], names: Sequence[str]
+    fn: Callable[..., Any], structs: Sequence[Any], depends: Sequence[set[str]]
 ) -> tuple[list[Part], list[Part]]:
     """The inputs and the results of a function, as parts.
 
     Args:
       structs: shapes and dtypes of what it takes, for one pair.
-      names: of each of those what it is: "s", one of `INDICES` or "arrays".
+      depends: for each of those on which of "s", `INDICES` and "arrays" it depends; q and k are themselves.
     """
     closed = jax.make_jaxpr(fn)(*structs)
-    inputs = [_input(var.aval, name) for var, name in zip(closed.jaxpr.invars, names)]
+    inputs = [_input(var.aval, frozenset(own)) for var, own in zip(closed.jaxpr.invars, depends)]
     return inputs, _parts(closed.jaxpr, [*map(_constant, closed.consts), *inputs], {})
 
 
-def _input(aval: Any, name: str) -> Part:
-    slope = {"q": (1, 0), "k": (0, 1), "s": None}.get(name, (0, 0))
-    return Part(aval, frozenset({name}), slope, is_diagonal=name not in ("q", "k"))
+def _input(aval: Any, depends: frozenset[str]) -> Part:
+    slope = None if "s" in depends else (int("q" in depends), int("k" in depends))
+    return Part(aval, depends, slope, is_diagonal=not depends & {"q", "k"})
 
 
 def _constant(value: Any) -> Part:

@@ -72,7 +72,15 @@ class Streams:
 
 
 def streams_of(
-    fn: Callable[..., Any], args: Sequence[Any], *, B: int, N: int, T: int, S: int, dtype: np.dtype | None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    B: int,
+    N: int,
+    T: int,
+    S: int,
+    dtype: np.dtype | None,
+    axes: Sequence[str] | None = None,
 ) -> Streams:
     """Cuts a function in two. The same function with arrays of the same shapes gives the same record, traced once.
 
@@ -80,12 +88,15 @@ def streams_of(
       fn: `score_fn` of `flash_attention`, or the function of a `MaskFn`.
       args: what it takes after the indices; `jax.ShapeDtypeStruct` will do.
       dtype: of the logit; None for a function of indices alone.
+      axes: "B" or "BN" for each of the args of which the function gets its value for batch row and head; any other
+        letters, and None for all, for those that it gets whole.
 
     Raises:
       ArgumentError: the function does with the logit what is no arithmetic, index an array by it say.
     """
-    structs = (jax.ShapeDtypeStruct(np.shape(arg), jax.dtypes.canonicalize_dtype(arg.dtype)) for arg in args)
-    return _streams_of(fn, tuple(structs), (("B", B), ("N", N), ("T", T), ("S", S)), dtype)
+    structs = tuple(jax.ShapeDtypeStruct(np.shape(arg), jax.dtypes.canonicalize_dtype(arg.dtype)) for arg in args)
+    axes = tuple("" for _ in args) if axes is None else tuple(axes)
+    return _streams_of(fn, structs, axes, (("B", B), ("N", N), ("T", T), ("S", S)), dtype)
 
 
 def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> ScoreFunction:
@@ -94,7 +105,7 @@ def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> Sco
     Differentiate through this: the cotangents of whole arrays are made here from those of the streams.
 
     Args:
-      function: of all batch rows and heads of a call, with arrays or `jax.ShapeDtypeStruct`.
+      function: with arrays or `jax.ShapeDtypeStruct`; of a whole call, or of one device's batch rows and heads.
       dtype: of the logits.
 
     Raises:
@@ -102,36 +113,14 @@ def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> Sco
     """
     if all("B" in axes for axes in function.axes):
         return function
-    sizes = tuple(tuple(array.shape) for array in function.arrays)
-    fn = _of_whole_arrays(function.fn, function.axes, sizes)
-    B, N = function.b.shape[0], function.n.shape[1]
-    cut = streams_of(fn, function.arrays, B=B, N=N, T=T, S=S, dtype=dtype)
+    sizes = {"B": function.b.shape[0], "N": function.n.shape[1], "T": T, "S": S}
+    cut = streams_of(function.fn, function.arrays, axes=function.axes, dtype=dtype, **sizes)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         arrays = tuple(jax.ShapeDtypeStruct(stream.shape, stream.dtype) for stream in cut.streams)
     else:
-        arrays = cut.outer(*function.arrays)
+        arrays = cut.outer(*function.arrays, b=function.b, n=function.n)
     axes = tuple(stream.axes for stream in cut.streams)
     return dataclasses.replace(function, fn=cut.step, arrays=arrays, axes=axes)
-
-
-@functools.lru_cache(maxsize=256)
-def _of_whole_arrays(
-    fn: Callable[..., Any], axes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
-) -> Callable[..., Any]:
-    """The function with all of its arrays whole, of one that gets the values of some of them."""
-    if not any("B" in own for own in axes):
-        return fn
-
-    @functools.wraps(fn)
-    def of_whole(s: Any, b: Any, n: Any, q: Any, k: Any, *arrays: Any) -> Any:
-        index = {"B": b, "N": n, "T": q, "S": k}
-        values = (
-            array[tuple(index[letter] if size > 1 else 0 for letter, size in zip(own, shape))] if "B" in own else array
-            for array, own, shape in zip(arrays, axes, shapes)
-        )
-        return fn(s, b, n, q, k, *values)
-
-    return of_whole
 
 
 # Cached, so that `inner` is one function object: it is part of what is compiled.
@@ -139,27 +128,32 @@ def _of_whole_arrays(
 def _streams_of(
     fn: Callable[..., Any],
     structs: tuple[jax.ShapeDtypeStruct, ...],
+    axes: tuple[str, ...],
     lengths: tuple[tuple[str, int], ...],
     dtype: np.dtype | None,
 ) -> Streams:
-    names = [*(["s"] if dtype is not None else []), *INDICES, *("arrays" for _ in structs)]
-    scalars = [jax.ShapeDtypeStruct((), dtype if name == "s" else np.int32) for name in names if name != "arrays"]
-    inputs, (result,) = expression_of(fn, [*scalars, *structs], names)
+    sizes, given = dict(lengths), ("s", *INDICES) if dtype is not None else INDICES
+    scalars = [jax.ShapeDtypeStruct((), dtype if name == "s" else np.int32) for name in given]
+    at_one_pair = [jax.ShapeDtypeStruct((), x.dtype) if "B" in own else x for x, own in zip(structs, axes)]
+    depends = [{name} for name in given] + [_depends(x.shape, own) for x, own in zip(structs, axes)]
+    inputs, (result,) = expression_of(fn, [*scalars, *at_one_pair], depends)
+    own, of_arrays = dict(zip(given, inputs)), inputs[len(given) :]
     cuts: dict[Part, str] = {}
     _cut(result, cuts)
-    sizes = dict(lengths)
     streams = tuple(_describe(part, reason, sizes) for part, reason in cuts.items())
-    own = {name: part for name, part in zip(names, inputs) if name != "arrays"}
-    of_arrays = inputs[len(own) :]
 
     def inner(*values: Any) -> Array:
-        given = [own[name] for name in ("s", "q", "k") if name in own]
-        known = dict(zip((*given, *cuts), values, strict=True))
+        known = dict(zip((*(own[name] for name in ("s", "q", "k") if name in own), *cuts), values, strict=True))
         return _evaluate(result, known, _on_arrays)
 
-    def outer(*args: Any) -> tuple[Array, ...]:
-        def at(part: Part, *indices: Array) -> Array:
-            known = dict(zip((own[name] for name in INDICES), indices)) | dict(zip(of_arrays, args, strict=True))
+    def outer(*args: Any, b: Any = None, n: Any = None) -> tuple[Array, ...]:
+        # A device of a mesh has some of the batch rows and heads, whose numbers these are.
+        b = jnp.arange(sizes["B"], dtype=np.int32) if b is None else jnp.asarray(b)
+        n = jnp.arange(sizes["N"], dtype=np.int32)[None] if n is None else jnp.asarray(n)
+
+        def at(part: Part, row: Array, head: Array, q: Array, k: Array) -> Array:
+            known = dict(zip((own[name] for name in INDICES), (b[row], n[0, head], q, k)))
+            known |= {x: _at(arg, letters, row, head) for x, arg, letters in zip(of_arrays, args, axes, strict=True)}
             return _evaluate(part, known, lambda operation, *values: operation.run(*values))
 
         return tuple(_over_axes(functools.partial(at, part), stream, sizes) for part, stream in zip(cuts, streams))
@@ -169,6 +163,19 @@ def _streams_of(
         return inner(s, q, k, *values)
 
     return Streams(streams=streams, inner=inner, outer=outer, step=step)
+
+
+def _depends(shape: tuple[int, ...], axes: str) -> set[str]:
+    """On what an argument depends for the function."""
+    along = {index for index, letter, size in zip("bn", "BN", shape) if letter in axes and size > 1}
+    return {"arrays"} | (along if "B" in axes else set())
+
+
+def _at(array: Any, axes: str, row: Any, head: Any) -> Any:
+    """What the function gets of an argument, for the batch row and head of these places."""
+    if "B" not in axes:
+        return array
+    return array[tuple(place if size > 1 else 0 for place, size in zip((row, head), array.shape))]
 
 
 def _cut(part: Part, cuts: dict[Part, str]) -> None:
@@ -206,7 +213,7 @@ def _describe(part: Part, reason: str, sizes: Mapping[str, int]) -> Stream:
 
 
 def _over_axes(at: Callable[..., Array], stream: Stream, sizes: Mapping[str, int]) -> Array:
-    """The array of a stream, from the function of (b, n, q, k) that it is at one pair."""
+    """The array of a stream, from the function of (row, head, q, k) that it is at one pair."""
     index = {letter: jnp.arange(size, dtype=np.int32) for letter, size in zip(stream.axes, stream.shape)}
     if "D" in index:
         # Of q and k it depends on q - k alone, so k = 0 stands for all.

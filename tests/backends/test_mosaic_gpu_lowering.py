@@ -90,7 +90,6 @@ ALLOWED: dict[str, dict[str, tuple]] = {
 KERNEL_OF = {"forward": "forward", "backward": "backward", "backward_dq": "deterministic"}
 # Why tiles that a record takes are refused for a problem.
 CONSTRAINTS = (
-    r"block_k=128, half of them for each warpgroup",
     r"block_q=64 with H over 64",
     r"dk_in_flight=True with q_stages=1",
     r"blocks=\d+ with Hv != H",

@@ -39,6 +39,30 @@ def test_temporary_memory_is_linear(mask, with_ids):
     assert temporary[-1] < 4 * LENGTHS[-1] ** 2 / 4, temporary
 
 
+def test_temporary_memory_is_linear_with_score_functions_sinks_and_dropout():
+    def score(s, b, n, q, k, table, values):
+        return s + table[n, q - k + table.shape[1] // 2] * values[k]
+
+    def temporary(T):
+        def loss(q, k, v, slopes, sinks, table, values, key):
+            out = flash_attention(
+                q, k, v, causal=True, softcap=5.0, alibi_slopes=slopes, sinks=sinks, score_fn=score,
+                score_args=(table, values), dropout_rate=0.1, dropout_key=key, backend="xla",
+                tiles=XlaTiles(block_q=256, block_k=256),
+            )  # fmt: skip
+            return (out**2).sum()
+
+        shapes = [(1, T, 4, 32)] * 3 + [(4,), (4,), (4, 2 * T), (T,)]
+        structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        gradient = jax.jit(jax.grad(loss, range(len(shapes))))
+        compiled = gradient.lower(*structs, jax.ShapeDtypeStruct((2,), np.uint32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    found = [temporary(T) for T in LENGTHS[:3]]
+    assert found[2] - found[1] <= 2.2 * (found[1] - found[0]), found
+    assert found[2] < 4 * LENGTHS[2] ** 2 / 4, found
+
+
 def array_sizes(text: str) -> dict[str, int]:
     """Number of elements of every array type in the text of a compiled program."""
     found = {match.group(0): match.group(1) for match in re.finditer(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]*)\]", text)}

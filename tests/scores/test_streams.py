@@ -193,6 +193,21 @@ def test_the_inner_function_is_arithmetic(name):
         assert equation.outvars[0].aval.shape == tile
 
 
+def test_values_by_head_are_those_of_the_place_and_not_of_the_number():
+    """Beside arrays that come whole: a device has the slopes of its own heads, and their numbers n."""
+
+    def fn(s, b, n, q, k, slope, whole):
+        return s * slope + whole[n, q]
+
+    slopes, whole = draw(B, N), draw(N, T)
+    cut = streams_of(fn, (slopes, whole), axes=("BN", ".."), B=B, N=N, T=T, S=S, dtype=FLOAT32)
+    assert [stream.shape for stream in cut.streams] == [(B, N), (1, N, T)]
+    part = streams_of(fn, (slopes[1:, 2:], whole), axes=("BN", ".."), B=1, N=1, T=T, S=S, dtype=FLOAT32)
+    found = part.outer(slopes[1:, 2:], whole, b=np.array([1], np.int32), n=np.array([[2]], np.int32))
+    for one, other in zip(found, (slopes[1:, 2:], whole[None, 2:]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_functions_of_masks():
     """The same without a logit: to booleans."""
 
@@ -286,6 +301,11 @@ def test_functions_with_streams_are_known_from_shapes():
     one, other = (streamed(x, T=T, S=S, dtype=FLOAT32) for x in (function, shapes))
     assert one.fn is other.fn and one.axes == other.axes == ("BNTS", "BNT")
     assert [x.shape for x in one.arrays] == [x.shape for x in other.arrays]
+    # Of one device's rows and heads, which are not the first: the same numbers as those of the whole.
+    part = dataclasses.replace(function, b=function.b[1:], n=function.n[:, 1:])
+    found = streamed(part, T=T, S=S, dtype=FLOAT32)
+    assert [x.shape for x in found.arrays] == [(1, 1, T, S), (1, 1, T)]
+    np.testing.assert_array_equal(found.arrays[0], one.arrays[0][1:])
     # What comes by axes already stays as it is.
     bare = score_function(ZOO["causal"][0], (), B=B, N=N, dtype=FLOAT32)
     assert streamed(bare, T=T, S=S, dtype=FLOAT32) is bare

@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
-from jflash.backends.mosaic_gpu.logits import is_linear
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
+from jflash.backends.mosaic_gpu.terms import is_plain
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
 from jflash.masks.tile_map import TileMap
@@ -85,7 +85,7 @@ class BackwardTiles:
 
     Attributes:
       block_q: queries of a step.
-      block_k: keys of a block of threads.
+      block_k: keys of a block of threads. With 64 the warpgroups split the columns of dK and dV instead of the keys.
       q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
       dk_in_flight: dK of a step is awaited in the next one.
       head_group: key/value heads whose tiles run side by side, so that long tiles come first.
@@ -182,7 +182,7 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    key_values, linear = sum("S" in value.axes for value in mask.values()), is_linear(problem)
+    key_values, linear = sum("S" in value.axes for value in mask.values()), is_plain(problem)
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
@@ -220,7 +220,7 @@ def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: i
     if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
         return None
     # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
-    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 and is_linear(problem) else 2
+    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 and is_plain(problem) else 2
     tiles = ForwardTiles(warpgroups=warpgroups, block_k=128, pin_wait=masked or H > 64, blocks=sm_count)
     sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
     tile_map = TileMap(mask=problem.mask.mask, **sizes)

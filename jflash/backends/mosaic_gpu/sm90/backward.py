@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jflash.backends.mosaic_gpu.sm90.backward_common import BackwardKernel
+from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS
+from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
@@ -41,10 +42,10 @@ def backward(
         live = (lse > least).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
     operands = operands._replace(q=q, k=k, v=v)
-    is_wide = max(problem.H, problem.Hv) > NARROW
+    is_wide = max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < WARPGROUPS * WARPGROUP_ROWS
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
-    statistics = _statistics(problem, lse, delta, unit=kernel.logits.unit)
+    statistics = _statistics(problem, lse, delta, unit=kernel.terms.unit)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         if problem.deterministic:

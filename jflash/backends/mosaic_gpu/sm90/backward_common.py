@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -39,6 +38,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     slot_of,
     smem_pieces,
 )
+from jflash.backends.mosaic_gpu.terms import TileTerms
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -94,7 +94,7 @@ class Block:
     Attributes:
       b, kv_head, k_at, tile: batch row, key/value head, first key, and the number of the tile of keys.
       visits, steps: which tiles of queries.
-      mask_refs, logit_refs: the operands of the mask, and of the logits.
+      mask_refs, term_refs: the operands of the mask, and of the logits.
       s: scratch memory and barriers, by name.
       dq, dk, dv: results in global memory; dq is None where another kernel computes it.
       d_values: of each learned value of the logits the sums over queries, in global memory.
@@ -107,7 +107,7 @@ class Block:
     visits: Visits
     steps: Steps
     mask_refs: tuple[Any, ...]
-    logit_refs: tuple[Any, ...]
+    term_refs: tuple[Any, ...]
     s: types.SimpleNamespace
     dq: Any
     dk: Any
@@ -139,8 +139,8 @@ class BackwardKernel(abc.ABC):
         tile_map = TileMap(mask=operands.mask, transpose=True, **lengths)
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
         self.visits = TileVisits(tile_map, parts=1)
-        self.logits = TileLogits(problem, operands.functions, tile_map)
-        self.scale_log2 = self.logits.unit * LOG2_E
+        self.terms = TileTerms(problem, operands, tile_map)
+        self.scale_log2 = self.terms.unit * LOG2_E
 
     @property
     def dq_columns(self) -> int:
@@ -153,7 +153,7 @@ class BackwardKernel(abc.ABC):
         problem, dtype = self.problem, self.problem.dtype
         sums = (self.sum_parts, problem.B, problem.N, self.visits.rows * self.block_k)
         dk_and_dv = [result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)]
-        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * self.logits.learned
+        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * self.terms.learned
 
     @abc.abstractmethod
     def _scratch(self) -> dict[str, Any]:
@@ -176,15 +176,15 @@ class BackwardKernel(abc.ABC):
         problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
         q_stages, do_stages = self.q_stages, self.do_stages
         query_ids = np.arange(self.block_q, dtype=np.int32)
-        mask_and_logits = *self.visits.operands(), *self.logits.operands()
+        mask_and_logits = *self.visits.operands(), *self.terms.operands()
         dq_refs = (dq_ref,) if self.with_dq else ()
 
         def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
             mask_refs, refs = self.visits.take(refs)
-            logit_refs, refs = self.logits.take(refs)
+            term_refs, refs = self.terms.take(refs)
             dq_g, (dk_g, dv_g, *d_values_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
             results = {"dq": dq_g, "dk": dk_g, "dv": dv_g, "d_values": tuple(d_values_g)}
-            block = self._block(mask_refs, logit_refs, types.SimpleNamespace(**scratch), results)
+            block = self._block(mask_refs, term_refs, types.SimpleNamespace(**scratch), results)
             warpgroup = lax.axis_index("warpgroup")
 
             @pl.when(warpgroup < WARPGROUPS)
@@ -198,7 +198,7 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
-        learned = self.logits.learned
+        learned = self.terms.learned
 
         results = hopper_kernel(
             kernel,
@@ -227,7 +227,7 @@ class BackwardKernel(abc.ABC):
         )(*self.operands[:3], d_out, *statistics, query_ids, *mask_and_logits, *dq_refs)
         return tuple(results)
 
-    def _block(self, mask_refs, logit_refs, scratch, results) -> Block:
+    def _block(self, mask_refs, term_refs, scratch, results) -> Block:
         rows, heads = self.visits.rows, self.problem.B * self.problem.K
         place = {"rows": rows, "heads": heads, "head_group": self.tiles.head_group}
         head, row = head_and_row(lax.axis_index("block"), **place)
@@ -236,7 +236,7 @@ class BackwardKernel(abc.ABC):
         visits = self.visits.of_row(mask_refs, b=b, row=tile, part=i32(0))
         steps = Steps(visits, group=self.problem.group)
         place = b, kv_head, tile * self.block_k, tile, visits, steps
-        return Block(*place, mask_refs=mask_refs, logit_refs=logit_refs, s=scratch, **results)
+        return Block(*place, mask_refs=mask_refs, term_refs=term_refs, s=scratch, **results)
 
     def _slots(self, i: Any) -> tuple[Any, Any]:
         """Where Q and dO of the i-th step lie."""
@@ -285,13 +285,15 @@ class BackwardKernel(abc.ABC):
 
     def _s_start(self, block: Block, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
         """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
-        if not self.logits.is_linear:
+        if not self.terms.is_plain:
             return jnp.zeros(shape, jnp.float32)
         start = self._statistic(block, slot, 0, q_from, shape)
         return self._allowed_or(-jnp.inf, start, block, step, q_from=q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
-        """-delta."""
+        """-delta; 0 where dropout comes before it."""
+        if self.terms.dropout is not None:
+            return jnp.zeros(shape, jnp.float32)
         return self._statistic(block, slot, 1, q_from, shape)
 
     def _statistic(self, block: Block, slot, which: int, q_from, shape: tuple[int, int]):
@@ -313,24 +315,27 @@ class BackwardKernel(abc.ABC):
     # From S and dP to P and dS ----------------------------------------------------------------------------------------
 
     def _p_and_ds(self, block: Block, slot, step: Step, s, dp, *, q_from, k_at, sums_from, sum_part):
-        """P and dS by scale · qk, where the logits are made of S here; adds to the sums of the learned values.
+        """P after dropout, and dS by scale · qk; adds to the sums of the learned values.
 
         `sums_from` is where the keys of the tile stand among those of the block.
         """
         place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
         ids = self._ids(block, s.shape)
-        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, ids, **place)
+        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, block, step, q_from=q_from, k_at=k_at)
+        weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
+        if self.terms.dropout is not None:
+            dp += self._statistic(block, slot, 1, q_from, s.shape)
 
         def times_p(derivative):
             # Only a function that may have poles has such derivatives where the mask does not allow a pair.
             d = p * dp * derivative
-            return d if self.logits.is_total else jnp.where(p == 0, 0, d)
+            return d if self.terms.is_total else jnp.where(p == 0, 0, d)
 
         d_values = [times_p(by_value) for by_value in by_values]
         self._add_up(block, step, d_values, pl.ds(sums_from, s.shape[0]), sum_part, k_at)
-        return p, times_p(by_qk)
+        return weights, times_p(by_qk)
 
     def _add_up(self, block: Block, step: Step, d_values, own_keys, sum_part, k_at) -> None:
         """Sums over the queries of a head, in shared memory; after its last step they go to global memory."""

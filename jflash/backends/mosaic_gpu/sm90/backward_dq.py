@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -42,6 +41,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     smem_pieces,
     store_pieces,
 )
+from jflash.backends.mosaic_gpu.terms import TileTerms
 from jflash.backends.mosaic_gpu.tiles import DqTiles, HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -76,7 +76,7 @@ class _Rows(NamedTuple):
       b, n, q_at: batch row, query head, first query.
       visits: which tiles of keys they see.
       minus_lse, minus_delta: -lse / unit and -delta of each, in registers.
-      mask_refs, logit_refs: the operands of the mask, and of the logits.
+      mask_refs, term_refs: the operands of the mask, and of the logits.
       ids: the numbers of columns, in shared memory.
     """
 
@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
     minus_lse: Any
     minus_delta: Any
     mask_refs: tuple[Any, ...]
-    logit_refs: tuple[Any, ...]
+    term_refs: tuple[Any, ...]
     ids: Any
 
 
@@ -101,7 +101,7 @@ class _Dq:
         sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
         tile_map = TileMap(mask=operands.mask, **sizes)
         self.visits = TileVisits(tile_map, parts=tiles.warpgroups)
-        self.logits = TileLogits(problem, operands.functions, tile_map)
+        self.terms = TileTerms(problem, operands, tile_map)
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array) -> jax.Array:
@@ -111,8 +111,8 @@ class _Dq:
 
         def kernel(q_g, k_g, v_g, d_out_g, start_g, d_start_g, ids_g, *refs):
             mask_refs, refs = self.visits.take(refs)
-            logit_refs, refs = self.logits.take(refs)
-            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), mask_refs, logit_refs, *refs)
+            term_refs, refs = self.terms.take(refs)
+            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), mask_refs, term_refs, *refs)
 
         def staged(stages: int, pieces: Pieces) -> tuple[Any, Any, Any]:
             """Tiles in shared memory, and for each a barrier for when it is there and one for when it has been read."""
@@ -143,9 +143,9 @@ class _Dq:
                 (plgpu.SMEM((self.block_k,), jnp.int32), barrier()),
             ],
             kernel_name="jflash_backward_dq_sm90",
-        )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands(), *self.logits.operands())
+        )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands(), *self.terms.operands())
 
-    def _body(self, inputs, mask_refs, logit_refs, dq_g, q, d_out, k, v, ids) -> None:
+    def _body(self, inputs, mask_refs, term_refs, dq_g, q, d_out, k, v, ids) -> None:
         q_g, k_g, v_g, d_out_g, statistics, ids_g = inputs
         ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
         warpgroups = self.tiles.warpgroups
@@ -167,7 +167,7 @@ class _Dq:
                 plgpu.barrier_wait(ids_full)
             plgpu.barrier_wait(q_full.at[warpgroup])
             plgpu.barrier_wait(d_out_full.at[warpgroup])
-            tile = _Rows(b, n, q_at, visits, *starts, mask_refs, logit_refs, ids_s)
+            tile = _Rows(b, n, q_at, visits, *starts, mask_refs, term_refs, ids_s)
             sum_up = functools.partial(self._sum_up, tile, warpgroup, q_mma, d_out_mma, k, v)
             accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.qk.width), jnp.float32)] * self.qk.count
             for piece, part_of_dq in enumerate(pl.run_scoped(sum_up, *accumulators)):
@@ -236,14 +236,14 @@ class _Dq:
 
             def s_and_dp(s_ref, dp_ref):
                 s_ref[...] = self._start_s(rows, i)
-                dp_ref[...] = along_rows(rows.minus_delta, self.s_shape)
+                dp_ref[...] = self._start_dp(rows)
                 for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[k_slot])):
                     plgpu.wgmma(s_ref, q_piece, k_piece.T)
                 plgpu.barrier_wait(v_full.at[v_slot])
                 for d_out_piece, v_piece in zip(self.vo.refs(d_out.at[own]), self.vo.refs(v.at[v_slot])):
                     plgpu.wgmma(dp_ref, d_out_piece, v_piece.T)
                 s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
-                if self.logits.is_linear:
+                if self.terms.is_plain:
                     return jnp.exp2(s_tile * scale_log2) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 return self._ds(rows, i, s_tile, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
 
@@ -262,19 +262,28 @@ class _Dq:
 
         It is 0 where the logits are still to be made.
         """
-        if not self.logits.is_linear:
+        if not self.terms.is_plain:
             return jnp.zeros(self.s_shape, jnp.float32)
         return self._allowed_or(-jnp.inf, along_rows(rows.minus_lse, self.s_shape), rows, i)
+
+    def _start_dp(self, rows: _Rows):
+        """-delta; 0 where dropout comes before it."""
+        if self.terms.dropout is not None:
+            return jnp.zeros(self.s_shape, jnp.float32)
+        return along_rows(rows.minus_delta, self.s_shape)
 
     def _ds(self, rows: _Rows, i, s, dp):
         """dS by scale · qk, where the logits are made of S here; as in the fused kernels."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         ids = plgpu.load(rows.ids, layout=BY_COLUMN)
-        logits, by_qk, _ = self.logits.with_derivatives(rows.logit_refs, s, ids, **place)
+        logits, by_qk, _ = self.terms.with_derivatives(rows.term_refs, s, ids, **place)
         p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, rows, i)
+        (dp,) = self.terms.dropped(rows.term_refs, dp, **place)
+        if self.terms.dropout is not None:
+            dp += along_rows(rows.minus_delta, self.s_shape)
         ds = p * dp * by_qk
-        return ds if self.logits.is_total else jnp.where(p == 0, 0, ds)
+        return ds if self.terms.is_total else jnp.where(p == 0, 0, ds)
 
     def _allowed_or(self, other: float, x, rows: _Rows, i):
         """The i-th visited tile, with another value at masked pairs."""
@@ -292,4 +301,4 @@ class _Dq:
     @property
     def needs_ids(self) -> bool:
         """Whether the numbers of columns are needed, for the mask or for logits."""
-        return self.visits.is_masked or not self.logits.is_linear
+        return self.visits.is_masked or not self.terms.is_plain

@@ -39,9 +39,6 @@ class NarrowBackward(BackwardKernel):
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
-        if self.block_k != WARPGROUPS * WARPGROUP_ROWS:
-            wanted = f"block_k={WARPGROUPS * WARPGROUP_ROWS}, half of them for each warpgroup, with H, Hv <= 128"
-            raise ArgumentError("tiles", found=str(self.tiles), wanted=wanted)
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         if self.qk.chunks == 2 and self.block_q != WARPGROUP_ROWS:
             wanted = f"block_q={WARPGROUP_ROWS} with H over {CHUNK}, where each warpgroup computes a chunk of dQ"
@@ -112,7 +109,7 @@ class NarrowBackward(BackwardKernel):
             s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
             if self.tiles.dk_in_flight:
                 pl.when(i > 0)(lambda: plgpu.barrier_arrive(s.q_free.at[slot_of(i - 1, self.q_stages)]))
-            if self.logits.is_linear:
+            if self.terms.is_plain:
                 p = jnp.exp2(s_tile * self.scale_log2)
                 return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)

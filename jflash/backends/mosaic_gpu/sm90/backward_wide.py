@@ -96,7 +96,7 @@ class WideBackward(BackwardKernel):
             for v_piece, do_piece in zip(self.vo.refs(v, zero=zero), self.vo.refs(do.at[do_slot], own_queries)):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
             s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
-            if self.logits.is_linear:
+            if self.terms.is_plain:
                 p = jnp.exp2(s_tile * self.scale_log2)
                 return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)

@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -42,6 +41,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     smem_pieces,
     store_pieces,
 )
+from jflash.backends.mosaic_gpu.terms import TileTerms
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -133,11 +133,11 @@ class _Forward:
             raise ArgumentError("tiles", found=f"blocks={self.tiles.blocks} with Hv != H", wanted="blocks=None there")
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
-        self.logits = TileLogits(problem, operands.functions, tile_map)
+        self.terms = TileTerms(problem, operands, tile_map)
         self.stores_float32 = _stores_float32(problem, self.tiles)
         # The merge adds the sinks itself.
         self.sinks = None if self.stores_float32 else operands.sinks
-        self.scale_log2 = self.logits.unit * LOG2_E
+        self.scale_log2 = self.terms.unit * LOG2_E
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,8 +149,8 @@ class _Forward:
 
         def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
             mask_refs, refs = self.visits.take(refs)
-            logit_refs, (*sinks, out_g, lse_g) = self.logits.take(refs)
-            g = types.SimpleNamespace(mask=mask_refs, logits=logit_refs, sinks=sinks, out=out_g, lse=lse_g)
+            term_refs, (*sinks, out_g, lse_g) = self.terms.take(refs)
+            g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, out=out_g, lse=lse_g)
             self._body((q_g, k_g, v_g, ids_g), g, types.SimpleNamespace(**scratch))
 
         # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
@@ -190,7 +190,7 @@ class _Forward:
                 "q_read": barrier(num_arrivals=warpgroups),
             },
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, column_ids, *self.visits.operands(), *self.logits.operands(), *self._sink_operands())
+        )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
         return out, lse
 
     def _sink_operands(self) -> tuple[jax.Array, ...]:
@@ -243,7 +243,7 @@ class _Forward:
     @property
     def needs_ids(self) -> bool:
         """Whether the numbers of columns are needed, for the mask or for logits."""
-        return self.visits.is_masked or not self.logits.is_linear
+        return self.visits.is_masked or not self.terms.is_plain
 
     # The tiles of a block of threads ----------------------------------------------------------------------------------
 
@@ -328,8 +328,9 @@ class _Forward:
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
         logits = functools.partial(self._logits, tile, g, s.ids, q_at)
+        dropped = functools.partial(self._dropped, tile, g, q_at)
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
-        o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, q_mma, slot, s), *accumulators)
+        o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, dropped, q_mma, slot, s), *accumulators)
 
         factor, lse = self._normalised(tile, g, m, l)
         out = [part_of_o * along_rows(factor, part_of_o.shape) for part_of_o in o]
@@ -366,7 +367,7 @@ class _Forward:
     def _normalised(self, tile: "_Tile", g: types.SimpleNamespace, m, l) -> tuple[Any, Any]:
         """What the sums of p · v are multiplied by to be out, and the lse."""
         is_dead = l == 0
-        top = finite(m) * self.logits.unit
+        top = finite(m) * self.terms.unit
         if self.sinks is None:
             return jnp.where(is_dead, 0, 1 / l), jnp.where(is_dead, -jnp.inf, top + jnp.log(l))
         b = tile.b if self.sinks.shape[0] > 1 else i32(0)
@@ -384,7 +385,7 @@ class _Forward:
         nothing = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
         lse_g[tile.split, tile.b, tile.n, queries] = plgpu.layout_cast(nothing, BY_ROW)
 
-    def _attend(self, tile: "_Tile", logits, q, q_slot, s: types.SimpleNamespace, *o_refs):
+    def _attend(self, tile: "_Tile", logits, dropped, q, q_slot, s: types.SimpleNamespace, *o_refs):
         """The pieces of the sum of p · v, the row maxima m (of logits / unit) and the row sums l of p."""
         count = tile.visits.count
         k, v, k_full, v_full, k_free, v_free = s.k[1], s.v[1], s.k_full, s.v_full, s.k_free, s.v_free
@@ -438,7 +439,7 @@ class _Forward:
             o = lax.cond(rescale, lambda o: [x * along_rows(factor, x.shape) for x in o], lambda o: o, o)
             for o_ref, x in zip(o_refs, o):
                 o_ref[...] = x
-            return self._parts(p), m, l
+            return self._parts(dropped(p, i)), m, l
 
         first = slot_of_step(i32(0))
         plgpu.barrier_wait(k_full.at[first])
@@ -447,7 +448,7 @@ class _Forward:
         m = s.max(axis=1)
         p, l = self._weights(s, m)
         wait_for_k(i32(1))
-        p_parts, m, l = lax.fori_loop(1, count, step, (self._parts(p), m, l))
+        p_parts, m, l = lax.fori_loop(1, count, step, (self._parts(dropped(p, i32(0))), m, l))
         last = slot_of_step(count - 1)
         plgpu.barrier_wait(v_full.at[last])
         issue_o(p_parts, last)
@@ -490,25 +491,40 @@ class _Forward:
     def _logits(self, tile: "_Tile", g: types.SimpleNamespace, ids_s, q_at, s, i):
         """The logits / unit of the i-th visited tile from its products; -inf at masked pairs."""
         column = tile.visits.column(i)
-        # Some columns at a time: what a mask needs of each takes a quarter of a register, or half of one with
-        # segments, and at H=64 a thread has 160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
-        shape = (WARPGROUP_ROWS, _COLUMNS)
+        head = {"b": tile.b, "n": tile.n, "q_at": q_at}
 
-        def by_columns(part: Callable[[Any, Any, Any, int], Any], s):
-            starts = range(0, self.block_k, _COLUMNS)
-            parts = (lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _COLUMNS)) for at in starts)
-            ids = lambda: plgpu.load(ids_s, layout=BY_COLUMN)  # noqa: E731
-            return lax.concatenate([part(x, ids(), column * self.block_k + at) for x, at in zip(parts, starts)], 1)
+        def logits(x, k_at):
+            return self.terms.of(g.terms, x, plgpu.load(ids_s, layout=BY_COLUMN), **head, k_at=k_at)
 
-        def logits(x, ids, k_at):
-            return self.logits.of(g.logits, x, ids, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
-
-        def masked(x, ids, k_at):
-            allowed = self.visits.allowed(g.mask, ids, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at, shape=shape)
+        def masked(x, k_at):
+            ids = plgpu.load(ids_s, layout=BY_COLUMN)
+            allowed = self.visits.allowed(g.mask, ids, **head, k_at=k_at, shape=x.shape)
             return jnp.where(allowed, x, -jnp.inf)
 
-        if not self.logits.is_linear:
-            s = by_columns(logits, s)
+        if not self.terms.is_plain:
+            s = self._by_columns(logits, column, s)
         if not self.visits.is_masked:
             return s
-        return lax.cond(tile.visits.is_partial(i, column), functools.partial(by_columns, masked), lambda s: s, s)
+        all_masked = functools.partial(self._by_columns, masked, column)
+        return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda s: s, s)
+
+    def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, q_at, p, i):
+        """p of the i-th visited tile after dropout."""
+        if self.terms.dropout is None:
+            return p
+
+        def dropped(x, k_at):
+            (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
+            return x
+
+        return self._by_columns(dropped, tile.visits.column(i), p)
+
+    def _by_columns(self, part: Callable[[Any, Any], Any], column: Any, x: Any) -> Any:
+        """Some columns of a tile after the other, each by `part(x, its first key)`.
+
+        What a mask needs of each takes a quarter of a register, or half of one with segments, and at H=64 a thread has
+        160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
+        """
+        starts = range(0, self.block_k, _COLUMNS)
+        parts = (lax.slice(x, (0, at), (WARPGROUP_ROWS, at + _COLUMNS)) for at in starts)
+        return lax.concatenate([part(own, column * self.block_k + at) for own, at in zip(parts, starts)], 1)

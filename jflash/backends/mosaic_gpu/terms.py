@@ -1,4 +1,4 @@
-"""From the products q · k of a tile to its logits, inside a kernel: softcap, ALiBi, functions of the caller's."""
+"""What a tile has besides q · k, inside a kernel: softcap, ALiBi, functions of the caller's, dropout."""
 
 import functools
 import itertools
@@ -11,33 +11,38 @@ import numpy as np
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, tile_indices
+from jflash.backends.protocol import Operands
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
+from jflash.numerics.dropout import RowWords, is_kept, pair_bits
 from jflash.numerics.logits import logits
 from jflash.numerics.precision import compute_dtype
 from jflash.problem import Problem
-from jflash.scores import ScoreFunction, streamed
+from jflash.scores import streamed
 
 
-class TileLogits:
-    """The logits of one problem on tiles, and their derivatives.
+class TileTerms:
+    """The logits of one problem on tiles, their derivatives, and which pairs are dropped.
 
     Attributes:
-      is_linear: they are q · k times the scale.
-      is_total: they and their derivatives are finite at every pair, whether it attends or not.
+      is_plain: there is nothing but the scale.
+      is_total: logits and their derivatives are finite at every pair, whether it attends or not.
+      dropout: what of the weights is dropped, or None.
 
     Args:
-      functions: those of the operands, with arrays in them.
+      operands: with functions and dropout as streams.
       tile_map: of the kernel; its form does not matter.
     """
 
-    def __init__(self, problem: Problem, functions: tuple[ScoreFunction, ...], tile_map: TileMap):
-        self.is_linear = is_linear(problem)
+    def __init__(self, problem: Problem, operands: Operands, tile_map: TileMap):
+        functions = operands.functions
+        self.is_plain, self.dropout = is_plain(problem), operands.dropout
         self.is_total = all(function.is_total for function in functions)
         self._scale, self._transpose = problem.scale, tile_map.transpose
         values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
         self._values = TileValues(values, tile_map)
+        self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
         self._function = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
         self._dtypes = _dtypes(values)
         # `refusal` keeps a bias away, so that the arrays of the functions are the first of the terms.
@@ -49,14 +54,15 @@ class TileLogits:
     @property
     def unit(self) -> float:
         """What the products are multiplied by, before the softmax, to be logits."""
-        return self._scale if self.is_linear else 1.0
+        return self._scale if self.is_plain else 1.0
 
     def operands(self) -> tuple[jax.Array, ...]:
-        return self._values.operands()
+        return *self._values.operands(), *self._words.operands()
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        return refs[: self._values.count], refs[self._values.count :]
+        count = self._values.count + self._words.count
+        return refs[:count], refs[count:]
 
     def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
         """The logits of a tile; `place` says b, n, q_at and k_at."""
@@ -71,6 +77,14 @@ class TileLogits:
         s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, **place))
         return s, by_qk, [by_values[position] for position in self._wanted]
 
+    def dropped(self, refs: tuple[Any, ...], *tiles: Any, **place: Any) -> tuple[Any, ...]:
+        """The tiles, 0 at pairs that are dropped and larger by 1 / (1 - rate) at the others; `place` as of `of`."""
+        if self.dropout is None:
+            return tiles
+        rows_a, rows_b, columns = self._words.on_tile(refs[self._values.count :], **place, shape=tiles[0].shape)
+        kept = is_kept(pair_bits(RowWords(rows_a, rows_b), columns), self.dropout.rate)
+        return tuple(jnp.where(kept, x * np.float32(1 / (1 - self.dropout.rate)), 0) for x in tiles)
+
     @property
     def learned(self) -> int:
         """How many values are learned."""
@@ -84,14 +98,14 @@ class TileLogits:
         return qk * np.float32(self._scale), q, k, *values
 
 
-def is_linear(problem: Problem) -> bool:
-    """Whether the logits are q · k times the scale."""
-    return problem.softcap is None and problem.functions is None
+def is_plain(problem: Problem) -> bool:
+    """Whether P and dS follow from q · k by the scale, the lse and delta."""
+    return problem.softcap is None and problem.functions is None and not problem.dropout_rate
 
 
 def refusal(problem: Problem) -> str | None:
     """Why a kernel cannot compute these logits, or None."""
-    if is_linear(problem):
+    if is_plain(problem):
         return None
     functions = problem.functions.value if problem.functions else ()
     sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}

@@ -55,8 +55,8 @@ def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as home:
         # Without the settings of whoever runs it.
         own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "IPYTHONDIR": home}
-        # Over sockets in the file system: a port of the machine would be open to all of its users.
-        config = Config({"KernelManager": {"transport": "ipc"}})
+        # Over sockets in that folder: a port would be open to all users of the machine.
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{home}/kernel"}})
         client = NotebookClient(
             notebook,
             timeout=_CELL_SECONDS,
@@ -84,8 +84,9 @@ def pictures(cell: nbformat.NotebookNode) -> list[bytes]:
 
 def text(cell: nbformat.NotebookNode) -> str:
     """All text below a cell."""
-    parts = (output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
-    return "\n".join(parts)
+    data = (output.get("data", {}) for output in cell.outputs)
+    written = (one.get("text/markdown") or one.get("text/plain", "") for one in data)
+    return "\n".join([output.get("text", "") + other for output, other in zip(cell.outputs, written)])
 
 
 def _kinds(cell: nbformat.NotebookNode) -> list[str]:

@@ -1,6 +1,7 @@
 """The door: the public calls of attention. Each reads down: arguments to a `Problem`, a `Plan`, the backend."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,14 +15,17 @@ from jflash.backends.protocol import Backend, Operands, flatten, problem_of
 from jflash.errors import ArgumentError, ShapeError, naming
 from jflash.hardware import Hardware, named, of_device, present
 from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Segments, packed
+from jflash.masks.arrays import reshaped
 from jflash.masks.mask import MaskStructure
 from jflash.masks.patterns import window_of
-from jflash.numerics.online_softmax import Attended
+from jflash.masks.varlen import packed_positions
+from jflash.numerics.online_softmax import Attended, add_sink
 from jflash.numerics.precision import compute_dtype
 from jflash.options import current_options
 from jflash.parallel.partition import over_explicit_mesh
 from jflash.plan import Explanation, check_backend_name, choose, explain_plan
-from jflash.problem import Problem, check_arrays, check_bias, real
+from jflash.problem import Problem, check_arrays, check_bias, real, terms_of
+from jflash.scores import ScoreTerms, per_head, score_functions
 from jflash.vjp import kernel_attention
 
 
@@ -36,6 +40,10 @@ def flash_attention(
     segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    score_fn: Callable[..., Array] | None = None,
+    score_args: tuple[Any, ...] = (),
+    sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -45,15 +53,16 @@ def flash_attention(
 
     For each query t and head n, with kv head n // (N // K),
 
-        s = scale * (q · k) + bias,   then softcap * tanh(s / softcap),   then -inf where the mask does not allow,
-        out = softmax(s) @ v.
+        s = scale * (q · k) + bias,   then softcap * tanh(s / softcap),   then s - alibi_slope * |t + offset - key|,
+        then score_fn(s, ...),   then -inf where the mask does not allow,
+        out = softmax(s) @ v,   where a sink adds exp(sink) to the sum of the softmax.
 
     The order of the sum is that of the online softmax (FlashAttention, arXiv:2205.14135, algorithm 1), the result is
     that of the formula. Logits and softmax are float32 whatever the inputs (float64 for float64); float32 inputs are
     multiplied at HIGHEST precision unless `jax.default_matmul_precision` says otherwise.
 
-    A query that sees no key gives 0, and all its gradients are 0. A key that no query of its batch row sees has no
-    influence whatever it holds, NaN too.
+    A query that sees no key gives 0, and all its gradients are 0 but that of its sink by way of lse. A key that no
+    query of its batch row sees has no influence whatever it holds, NaN too.
 
     Args:
       q: queries, (B, T, N, H) or without B; bfloat16, float16, float32 or float64.
@@ -68,6 +77,18 @@ def flash_attention(
         keys of its own segment.
       bias: added to the scaled logits, broadcastable to (B, N, T, S); -inf masks a pair. It has a gradient.
       softcap: cap of the logits, positive; None for none.
+      alibi_slopes: (N,) or (B, N), floating point: each logit less the slope of its head times the distance of query
+        and key (ALiBi, arXiv:2108.12409). Query t stands at t + offset, the offset that Causal and SlidingWindow of the
+        mask have, 0 where there are none. It has a gradient.
+      score_fn: `score_fn(s, b, n, q, k, *score_args)` in place of the logit s: any traceable elementwise function of
+        it, in float32 (float64 for float64 inputs), and of the indices of batch row, head, query and key, int32 arrays
+        that broadcast (FlexAttention, arXiv:2412.05496). -inf masks a pair. Pass the same function object again: it is
+        part of the compiled program, and one that is made anew each time compiles each time.
+      score_args: arrays that `score_fn` gets whole and indexes: `table[q - k + T]`, `slope[n]`, `values[b, k]`.
+        Floating ones have gradients, and arrive in the dtype of s. They may be traced; an array that `score_fn`
+        captures may not. A value for each pair belongs into `bias`, which is read tile by tile.
+      sinks: (N,) or (B, N), floating point: a logit per head that takes part in the softmax and in lse and has no value
+        (StreamingLLM, arXiv:2309.17453; learned as in gpt-oss). It has a gradient; -inf is none.
       scale: factor of q · k, a Python float; None means 1 / sqrt(H).
       deterministic: gradients are bit-equal between runs of the compiled program, or the call raises.
       backend: "auto", or the name of one, which then runs or raises; see `jflash.explain`.
@@ -88,7 +109,8 @@ def flash_attention(
     """
     (out,) = _call(
         q, k, v, lse=False, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
-        softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+        softcap=softcap, alibi_slopes=alibi_slopes, score_fn=score_fn, score_args=score_args, sinks=sinks, scale=scale,
+        deterministic=deterministic, backend=backend, tiles=tiles,
     )  # fmt: skip
     return out
 
@@ -104,6 +126,10 @@ def flash_attention_with_lse(
     segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    score_fn: Callable[..., Array] | None = None,
+    score_args: tuple[Any, ...] = (),
+    sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -117,7 +143,7 @@ def flash_attention_with_lse(
 
     Returns:
       `out` (B, T, N, Hv) in the dtype of q, and `lse` (B, N, T), natural log, float32 (float64 for float64 inputs),
-      -inf for a query that sees no key. Without B where the inputs are.
+      -inf for a query that sees no key, or its sink. Without B where the inputs are.
 
     Example:
       >>> import jax
@@ -129,7 +155,8 @@ def flash_attention_with_lse(
     return Attended(
         *_call(
             q, k, v, lse=True, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
-            softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+            softcap=softcap, alibi_slopes=alibi_slopes, score_fn=score_fn, score_args=score_args, sinks=sinks,
+            scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
         )
     )  # fmt: skip
 
@@ -156,8 +183,8 @@ def explain(q: Any, k: Any, v: Any, *, hardware: str | None = None, lse: bool = 
     """
     backend, tiles = arguments.pop("backend", "auto"), arguments.pop("tiles", None)
     check_backend_name(backend)
-    problem, bound_mask = _pose(q, k, v, lse=lse, **arguments)
-    target = _hardware(hardware, (q, k, v, arguments.get("bias"), bound_mask))
+    problem, terms, bound_mask = _pose(q, k, v, lse=lse, **arguments)
+    target = _hardware(hardware, (q, k, v, terms, bound_mask))
     return explain_plan(problem, target, backend=backend, tiles=tiles)
 
 
@@ -171,6 +198,10 @@ def flash_attention_varlen(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    score_fn: Callable[..., Array] | None = None,
+    score_args: tuple[Any, ...] = (),
+    sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -186,7 +217,10 @@ def flash_attention_varlen(
         ascending. They may be traced: other lengths do not compile again. Queries past the last number give 0.
       cu_seqlens_k: likewise for the keys; None is the same as for the queries.
       causal, window: within each sequence, whose last query stands at its last key, as in FlashAttention.
-      softcap, scale, deterministic, backend, tiles: as of `flash_attention`.
+      alibi_slopes: as of `flash_attention`, by the distance of positions in a sequence, whose last query stands at its
+        last key.
+      score_fn: as of `flash_attention`, where q and k count all packed tokens, and b is 0.
+      softcap, score_args, sinks, scale, deterministic, backend, tiles: as of `flash_attention`.
 
     Returns:
       (T, N, Hv) in the dtype of q.
@@ -207,9 +241,13 @@ def flash_attention_varlen(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     lengths = {"T": q.shape[0], "S": k.shape[0]}
     mask = packed(cu_seqlens_q, cu_seqlens_k, causal=causal, window=window, **lengths)
-    return flash_attention(
-        q, k, v, mask=mask, softcap=softcap, scale=scale, deterministic=deterministic, backend=backend, tiles=tiles
-    )
+    positions = None if alibi_slopes is None else packed_positions(cu_seqlens_q, cu_seqlens_k, **lengths)
+    (out,) = _call(
+        q, k, v, lse=False, mask=mask, softcap=softcap, alibi_slopes=alibi_slopes, alibi_positions=positions,
+        score_fn=score_fn, score_args=score_args, sinks=sinks, scale=scale, deterministic=deterministic,
+        backend=backend, tiles=tiles,
+    )  # fmt: skip
+    return out
 
 
 def dot_product_attention(
@@ -291,16 +329,15 @@ def dot_product_attention(
     return out, jnp.swapaxes(lse, -1, -2)
 
 
-def _call(q: Any, k: Any, v: Any, *, lse: bool, bias: Any, backend: str, tiles: Any, **arguments: Any) -> tuple:
+def _call(q: Any, k: Any, v: Any, *, lse: bool, backend: str, tiles: Any, **arguments: Any) -> tuple:
     """What the public calls have in common: arguments to a problem, its plan, and (out, lse) or (out,) from that."""
     check_backend_name(backend)
-    problem, bound_mask = _pose(q, k, v, lse=lse, bias=bias, **arguments)
-    hardware = _hardware(None, (q, k, v, bias, bound_mask))
+    problem, terms, bound_mask = _pose(q, k, v, lse=lse, **arguments)
+    hardware = _hardware(None, (q, k, v, terms, bound_mask))
     plan = choose(problem, hardware, backend=backend, tiles=tiles)
     is_batched = len(q.shape) == 4
     q, k, v = (jnp.asarray(array) if is_batched else jnp.expand_dims(array, 0) for array in (q, k, v))
-    bias = None if bias is None else jnp.reshape(bias, problem.bias[0])
-    operands = Operands(q, k, v, bias, bound_mask)
+    operands = Operands(q, k, v, terms, bound_mask)
     runs = registry.get(plan.backend)
     if plan.elsewhere is not None:
         runs = per_platform(runs, hardware.platform, registry.get(plan.elsewhere.backend), plan.elsewhere.tiles)
@@ -314,6 +351,8 @@ def _attend(problem: Problem, backend: Backend, tiles: Any, operands: Operands) 
     if problem.is_empty:
         out = jnp.zeros((problem.B, problem.T, problem.N, problem.Hv), problem.dtype)
         lse = jnp.full((problem.B, problem.N, problem.T), -jnp.inf, compute_dtype(problem.dtype))
+        if operands.sinks is not None:
+            lse = add_sink(lse, operands.sinks[..., None])
         return (out, lse) if problem.lse else (out,)
     arrays, axes, unflatten = flatten(operands)
 
@@ -361,10 +400,18 @@ def _pose(
     segment_ids: Any = None,
     bias: Any = None,
     softcap: float | None = None,
+    alibi_slopes: Any = None,
+    alibi_positions: Any = None,
+    score_fn: Any = None,
+    score_args: Any = (),
+    sinks: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
-) -> tuple[Problem, Mask]:
-    """The problem that a call poses, and its mask bound to it. All checks of arguments are made here."""
+) -> tuple[Problem, ScoreTerms | None, Mask]:
+    """The problem that a call poses, and its terms and mask bound to it. All checks of arguments are made here.
+
+    `alibi_positions`, (T,), say where the queries stand among the keys where that is not on a diagonal of the mask.
+    """
     check_arrays(q, k, v)
     *batch, T, N, H = q.shape
     *_, S, K, Hv = v.shape
@@ -384,17 +431,25 @@ def _pose(
         with naming(q_ids="segment_ids", kv_ids="segment_ids"):
             masks.append(_segments(segment_ids).bind(**lengths))
     bound = And(*masks) if len(masks) > 1 else masks[0] if masks else Full()
+    heads = {"B": lengths["B"], "N": N, "dtype": compute_dtype(np.dtype(q.dtype))}
+    terms = ScoreTerms(
+        bias=None if bias is None else reshaped(bias, check_bias(bias, **lengths)),
+        functions=score_functions(
+            alibi_slopes, bound if alibi_positions is None else alibi_positions, score_fn, score_args, **heads
+        ),
+        sinks=None if sinks is None else per_head("sinks", sinks, **heads),
+    )
     problem = Problem(
         B=lengths["B"], T=T, S=S, N=N, K=K, H=H, Hv=Hv,
         dtype=np.dtype(q.dtype),
         scale=H**-0.5 if scale is None else real("scale", scale),
         softcap=None if softcap is None else real("softcap", softcap, positive=True),
         mask=MaskStructure.of(bound),
-        bias=None if bias is None else (check_bias(bias, **lengths), np.dtype(bias.dtype)),
         deterministic=deterministic,
         lse=lse,
+        **terms_of(terms),
     )  # fmt: skip
-    return problem, bound
+    return problem, terms if jax.tree.leaves(terms) else None, bound
 
 
 def _checked_mask(mask: Any) -> Mask:

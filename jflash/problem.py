@@ -15,6 +15,8 @@ import numpy as np
 
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks.mask import UNLIMITED, MaskStructure
+from jflash.scores import ScoreTerms
+from jflash.structure import Structure
 
 DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32, np.float64))
 
@@ -34,6 +36,9 @@ class Problem:
       softcap: cap of the logits, or None.
       mask: the mask after `bind`, without the contents of its arrays.
       bias: shape (each axis 1 or that of (B, N, T, S)) and dtype of the bias, or None.
+      functions: the steps from logit to logit, a tuple of `ScoreFunction`, without the contents of their arrays; or
+        None.
+      sinks: shape (B or 1, N) and dtype of the sinks, or None.
       deterministic: the gradients must be bit-equal between runs of the compiled program.
       lse: the lse is part of the result, and differentiable; otherwise out alone is.
     """
@@ -50,6 +55,8 @@ class Problem:
     softcap: float | None
     mask: MaskStructure
     bias: tuple[tuple[int, ...], np.dtype] | None
+    functions: Structure | None = None
+    sinks: tuple[tuple[int, ...], np.dtype] | None = None
     deterministic: bool
     lse: bool
 
@@ -70,11 +77,29 @@ class Problem:
             parts.append(f"bias={self.bias[1]}{list(self.bias[0])}")
         if self.softcap is not None:
             parts.append(f"softcap={self.softcap:g}")
+        if self.functions is not None:
+            parts += [f"score={function}" for function in self.functions.value]
+        if self.sinks is not None:
+            parts.append(f"sinks={self.sinks[1]}{list(self.sinks[0])}")
         if self.deterministic:
             parts.append("deterministic")
         if self.lse:
             parts.append("lse")
         return " ".join(parts)
+
+
+def terms_of(terms: ScoreTerms | None) -> dict[str, Any]:
+    """The fields of a `Problem` that say what the terms are."""
+
+    def described(array: Any) -> tuple[tuple[int, ...], np.dtype] | None:
+        return None if array is None else (tuple(array.shape), np.dtype(array.dtype))
+
+    bias, functions, sinks = terms or ScoreTerms()
+    return {
+        "bias": described(bias),
+        "functions": Structure.of(functions) if functions else None,
+        "sinks": described(sinks),
+    }
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:

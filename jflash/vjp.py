@@ -15,10 +15,11 @@ from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
 from jflash.errors import UnsupportedError
-from jflash.numerics.online_softmax import Attended, delta_of
+from jflash.numerics.online_softmax import Attended, d_sinks, delta_of
 from jflash.numerics.varying import sum_to
 from jflash.parallel.partition import partitioned
 from jflash.problem import Problem
+from jflash.scores import ScoreTerms
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -54,7 +55,10 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
     gradients = _batched_and_partitioned(backend.name, backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip(gradients, operands))
-    return (Operands(q=dq, k=dk, v=dv, bias=None, mask=None),)
+    terms, sinks = None, operands.sinks
+    if sinks is not None:
+        terms = ScoreTerms(bias=None, functions=None, sinks=sum_to(d_sinks(sinks, lse, delta), sinks))
+    return (Operands(q=dq, k=dk, v=dv, terms=terms, mask=None),)
 
 
 kernel_attention.defvjp(_save, _differentiate)
@@ -84,7 +88,7 @@ def _batched_and_partitioned(
     @batched.def_vmap
     def fold(size: int, is_mapped: list[bool], *arrays: Array):
         B = arrays[0].shape[1] if is_mapped[0] else arrays[0].shape[0]
-        # Bias and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row.
+        # Terms and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row.
         may_broadcast = [3 <= position < len(axes) for position in range(len(arrays))]
         folded = (
             array if not mapped and may and array.shape[0] == 1 else _fold_into_batch(array, mapped, size, B)

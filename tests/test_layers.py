@@ -18,8 +18,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # `jflash.backends` and `jflash.parallel` stand for their `__init__.py` alone: what they hold is spread over layers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("jflash.errors",),
-    ("jflash.options",),
+    ("jflash.options", "jflash.structure"),
     ("jflash.hardware", "jflash.masks", "jflash.numerics"),
+    ("jflash.scores",),
     ("jflash.problem",),
     ("jflash.backends.protocol",),
     ("jflash.backends",),

@@ -23,6 +23,8 @@ launches: collections.Counter[str] = collections.Counter()
 def supports(problem: Problem, hardware: Hardware) -> str | None:
     if problem.bias is not None:
         return "the toy kernel has no gradient of a bias"
+    if problem.functions is not None:
+        return "the toy kernel runs no score function"
     if problem.dtype.itemsize > 4:
         return f"the toy kernel computes in float32, the inputs are {problem.dtype}"
     return None
@@ -42,8 +44,9 @@ def _spec(shape, axes, group):
 def _call(name, kernel, problem, operands, extra, extra_axes, results):
     launches[name] += 1
     values = operands.mask.values()
-    arrays = (*operands[:3], *(value.expanded() for value in values), *extra)
-    axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), *extra_axes)
+    sinks = jnp.full((1, 1), -jnp.inf) if operands.sinks is None else operands.sinks
+    arrays = (*operands[:3], *(value.expanded() for value in values), sinks, *extra)
+    axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), "BN", *extra_axes)
     return pl.pallas_call(
         functools.partial(kernel, problem, operands.mask, len(values)),
         grid=(problem.B, problem.N),
@@ -72,11 +75,12 @@ def _probabilities(problem, mask, refs):
 
 def _forward_kernel(problem, mask, count, *refs):
     _, _, v, score = _probabilities(problem, mask, refs[: 3 + count])
-    out_ref, lse_ref = refs[3 + count :]
-    top = score.max(1)
+    sink_ref, out_ref, lse_ref = refs[3 + count :]
+    sink = sink_ref[0, 0]
+    top = jnp.maximum(score.max(1), sink)
     top = jnp.where(top == -jnp.inf, 0, top)
     p = jnp.exp(score - top[:, None])
-    total = p.sum(1)
+    total = p.sum(1) + jnp.exp(sink - top)
     dead = total == 0
     total = jnp.where(dead, 1, total)
     out_ref[0, :, 0, :] = jnp.dot(p / total[:, None], v, precision="highest")
@@ -85,9 +89,9 @@ def _forward_kernel(problem, mask, count, *refs):
 
 def _backward_kernel(problem, mask, count, *refs):
     q, k, v, score = _probabilities(problem, mask, refs[: 3 + count])
-    lse_ref, d_out_ref, delta_ref, dq_ref, dk_ref, dv_ref = refs[3 + count :]
+    _, lse_ref, d_out_ref, delta_ref, dq_ref, dk_ref, dv_ref = refs[3 + count :]
     lse = lse_ref[0, 0, :]
-    dead = lse == -jnp.inf
+    dead = (score == -jnp.inf).all(1)
     p = jnp.exp(score - jnp.where(dead, 0, lse)[:, None])
     d_out = jnp.where(dead[:, None], 0, d_out_ref[0, :, 0, :].astype(jnp.float32))
     delta = jnp.where(dead, 0, delta_ref[0, 0, :])

@@ -40,6 +40,10 @@ def _supports(problem: Problem, hardware: Hardware) -> str | None:
         return f"there is no bias on this way to cuDNN's attention, the bias is {dtype}{list(shape)}"
     if p.softcap is not None:
         return f"cuDNN's attention has no softcap, asked for is softcap={p.softcap:g}"
+    if p.functions is not None:
+        return f"cuDNN's attention runs no score function, as {p.functions.value[0]} is one"
+    if p.sinks is not None:
+        return f"there are no sinks on this way to cuDNN's attention, they are {p.sinks[1]}{list(p.sinks[0])}"
     if p.deterministic:
         return "nothing promises that cuDNN's gradients are bit-equal between runs, as deterministic=True asks"
     if p.Hv != p.H:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from jflash.hardware import Hardware
 from jflash.masks.mask import Mask, MaskStructure
 from jflash.numerics.online_softmax import Attended
-from jflash.problem import Problem
+from jflash.problem import Problem, terms_of
+from jflash.scores import ScoreFunction, ScoreTerms
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 """Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
@@ -28,22 +29,37 @@ class Operands(NamedTuple):
 
     Attributes:
       q: (B, T, N, H); k: (B, S, K, H); v: (B, S, K, Hv).
-      bias: each axis 1 or that of (B, N, T, S); or None.
+      terms: what else the logits are made of; None for nothing.
       mask: after `bind`, so that every array in it has a leading axis of size 1 or B.
     """
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
-    bias: Float[Array, "#B #N #T #S"] | None
+    terms: ScoreTerms | None
     mask: Mask
+
+    @property
+    def bias(self) -> Float[Array, "#B #N #T #S"] | None:
+        """Each axis 1 or that of (B, N, T, S); or None."""
+        return self.terms and self.terms.bias
+
+    @property
+    def functions(self) -> tuple[ScoreFunction, ...]:
+        """The steps from logit to logit after the softcap."""
+        return self.terms.functions if self.terms else ()
+
+    @property
+    def sinks(self) -> Float[Array, "#B N"] | None:
+        """A logit per head of a key without a value; or None."""
+        return self.terms and self.terms.sinks
 
 
 def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Callable[..., Operands]]:
     """The arrays of the operands, a letter for each axis of each of them, and the function that puts them back."""
     arrays, tree = jax.tree.flatten(operands)
-    bias_axes = () if operands.bias is None else ("BNTS",)
-    axes = ("BTNH", "BSKH", "BSKD", *bias_axes, *(value.axes for value in operands.mask.values()))
+    term_axes = operands.terms.axes() if operands.terms else ()
+    axes = ("BTNH", "BSKH", "BSKD", *term_axes, *(value.axes for value in operands.mask.values()))
     return tuple(arrays), axes, lambda *arrays: jax.tree.unflatten(tree, arrays)
 
 
@@ -87,10 +103,9 @@ def problem_of(problem: Problem, operands: Operands) -> Problem:
     """
     B, T, N, H = operands.q.shape
     _, S, K, Hv = operands.v.shape
-    bias = operands.bias
     return dataclasses.replace(
         problem,
         B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv,
         mask=MaskStructure.of(operands.mask),
-        bias=None if bias is None else (tuple(bias.shape), bias.dtype),
+        **terms_of(operands.terms),
     )  # fmt: skip

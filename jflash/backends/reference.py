@@ -3,7 +3,10 @@
 It shares the mask's truth and the logit's formula with the other backends, and no other code with any of them.
 """
 
+import functools
+
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jflash.backends.protocol import Backend, Operands, name_residuals
 from jflash.hardware import Hardware
@@ -11,6 +14,7 @@ from jflash.numerics.logits import logits
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.problem import Problem
+from jflash.scores import ScoreFunction
 
 
 def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
@@ -30,17 +34,39 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     k, v = (jnp.repeat(operand, problem.group, axis=2) for operand in (k, v))
 
     qk = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision)
-    score = logits(qk, scale=problem.scale, bias=bias, cap=problem.softcap, allowed=allowed)
-    top = score.max(-1, keepdims=True)
+    score = logits(
+        qk,
+        scale=problem.scale,
+        bias=bias,
+        cap=problem.softcap,
+        steps=functools.partial(_steps, operands.functions, t, s) if operands.functions else None,
+        allowed=allowed,
+    )
+    # A sink is one more key of its head, without a value.
+    sink = jnp.full((1, 1), -jnp.inf, dtype) if operands.sinks is None else operands.sinks
+    sink = sink[..., None, None]
+    dead = score.max(-1, keepdims=True) == -jnp.inf
+    top = jnp.maximum(score.max(-1, keepdims=True), sink)
     top = jnp.where(top == -jnp.inf, 0, top)
     weight = jnp.exp(score - top)
-    total = weight.sum(-1, keepdims=True)
-    dead = total == 0
-    total = jnp.where(dead, 1, total)
+    total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    nothing = total == 0
+    total = jnp.where(nothing, 1, total)
     out = jnp.einsum("bnts,bsnd->btnd", weight / total, v, precision=precision)
     out = jnp.where(dead[..., 0].swapaxes(1, 2)[..., None], 0, out)
-    lse = jnp.where(dead, -jnp.inf, top + jnp.log(total))[..., 0]
+    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))[..., 0]
     return name_residuals(Attended(out.astype(problem.dtype), lse))
+
+
+def _steps(functions: tuple[ScoreFunction, ...], t: Array, s: Array, score: Array, counts: Array | None) -> Array:
+    """The score functions, one after the other, on logits (B, N, T, S)."""
+
+    def place(array: Array, axes: str) -> Array:
+        return array.reshape(*array.shape, *(1,) * (4 - len(axes)))
+
+    for function in functions:
+        score = function.apply(score, t, s, allowed=counts, place=place)
+    return score
 
 
 def _supports(problem: Problem, hardware: Hardware) -> None:

@@ -105,7 +105,7 @@ def _costs(workload: Workload, backends: Sequence[str]) -> Iterator[tuple[str, d
                 continue
             ours = attention_of(workload, backend=name, lse=False)
             details = {"tiles": explanation.plan.tiles and repr(explanation.plan.tiles)}
-            yield f"jflash {name}", details, _cost(lambda q, k, v, ours=ours: ours(q, k, v, None)[0], inputs)
+            yield f"jflash {name}", details, _cost(lambda q, k, v, ours=ours: ours(q, k, v, None, {})[0], inputs)
         for implementation in ("xla", "cudnn"):
             peer = functools.partial(
                 jax.nn.dot_product_attention, is_causal=isinstance(workload.mask, Causal), implementation=implementation

@@ -153,7 +153,7 @@ def _check_one(workload: Workload, backend: str, seed: int) -> Checked:
         # One program for the errors and for the time with backward: compiling takes most of the time of a check.
         both = Program(forward_and_backward(ours), *inputs)
         results = results_of(both(*inputs))
-        operands = (inputs.q, inputs.k, inputs.v, inputs.bias)
+        operands = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.learned)
         cost = Cost(
             forward_ms=Program(ours, *operands).time_ms(*operands, idle_s=_IDLE_S),
             forward_backward_ms=both.time_ms(*inputs, idle_s=_IDLE_S),

@@ -1,5 +1,7 @@
 """What the arrays and numbers that masks take have in common: checked, int32, and shaped for one problem."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,6 +69,28 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, array.dtype)
     return array.reshape(shape)
+
+
+def canonical(array: Any) -> Any:
+    """Of the dtype that JAX would make of it: numpy's own are 64 bits wide."""
+    if is_array(array) and not isinstance(array, np.ndarray | np.generic):
+        return array
+    array = np.asarray(array)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def refuse_captured(name: str, fn: Callable[..., Any], *, wanted: str) -> None:
+    """Refuses a function of the caller's that holds a traced array.
+
+    Raises:
+      ArgumentError: it captures one, or `functools.partial` binds one to it.
+    """
+    held = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
+    if isinstance(fn, functools.partial):
+        held += [*fn.args, *fn.keywords.values()]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(held)):
+        hint = "A function is part of the compiled program, an argument is not."
+        raise ArgumentError(name, found="a function that captures a traced array", wanted=wanted, hint=hint)
 
 
 def shown(value: Any) -> str:

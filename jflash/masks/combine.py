@@ -44,6 +44,9 @@ class _Combined(Mask):
     def values(self) -> tuple[Value, ...]:
         return tuple(value for mask in self.masks for value in mask.values())
 
+    def offsets(self) -> tuple[Any, ...]:
+        return tuple(offset for mask in self.masks for offset in mask.offsets())
+
     def evaluate(self, q, k, *values):
         pairs = (mask.evaluate(q, k, *own) for mask, own in self._each(values))
         return functools.reduce(type(self)._join_pairs, pairs)
@@ -147,6 +150,9 @@ class Not(Mask):
 
     def values(self) -> tuple[Value, ...]:
         return self.mask.values()
+
+    def offsets(self) -> tuple[Any, ...]:
+        return self.mask.offsets()
 
     def evaluate(self, q, k, *values):
         # For Python's own booleans too, of which ~ makes a number.

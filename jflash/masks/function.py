@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jflash.errors import ArgumentError, ShapeError
-from jflash.masks.arrays import is_array, reshaped, shown
+from jflash.masks.arrays import canonical, refuse_captured, reshaped, shown
 from jflash.masks.mask import Interval, Mask, Value, is_traced, kind_of, pattern
 
 # Keys of a tile that are evaluated at a time to find its kind.
@@ -102,16 +102,12 @@ class MaskFn(Mask):
     def __post_init__(self):
         if not callable(self.fn):
             raise ArgumentError("fn", found=type(self.fn).__name__, wanted="a function of (b, n, q, k, *values)")
-        captured = (cell.cell_contents for cell in getattr(self.fn, "__closure__", None) or ())
-        if any(isinstance(value, jax.core.Tracer) for value in captured):
-            hint = "A function is part of the compiled program, an argument is not."
-            wanted = "traced arrays as arguments, per_query=(...,) and the like"
-            raise ArgumentError("fn", found="a function that captures a traced array", wanted=wanted, hint=hint)
+        refuse_captured("fn", self.fn, wanted="traced arrays as arguments, per_query=(...,) and the like")
         for name in _AXES:
             arrays = getattr(self, name)
             if not isinstance(arrays, tuple | list):
                 raise ArgumentError(name, found=type(arrays).__name__, wanted="a tuple of arrays")
-            object.__setattr__(self, name, tuple(map(_canonical, arrays)))
+            object.__setattr__(self, name, tuple(map(canonical, arrays)))
 
     def _each(self) -> Iterator[tuple[str, Any]]:
         return ((name, array) for name in _AXES for array in getattr(self, name))
@@ -187,14 +183,6 @@ class MaskFn(Mask):
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
         fields = [(field, ", ".join(map(shown, arrays))) for field in _AXES if (arrays := getattr(self, field))]
         return f"MaskFn({', '.join([name, *(f'{field}=({arrays},)' for field, arrays in fields)])})"
-
-
-def _canonical(array: Any) -> Any:
-    """Of the dtype that JAX would make of it: numpy's own are 64 bits wide."""
-    if is_array(array) and not isinstance(array, np.ndarray | np.generic):
-        return array
-    array = np.asarray(array)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.errors import ArgumentError
+from jflash.structure import Structure
 
 # Larger than any length, and small enough that sums of two stay inside int32.
 UNLIMITED = 2**30
@@ -125,6 +126,10 @@ class Mask:
         full = (keys.first >= common.first) & (keys.last <= common.last)
         empty = (hull.first > hull.last) | (keys.last < hull.first) | (keys.first > hull.last)
         return kind_of(full=full, empty=empty)
+
+    def offsets(self) -> tuple[Any, ...]:
+        """The offset of each diagonal that the mask is written in terms of: where query q has position q + offset."""
+        return ()
 
     def allowed(self, q: Index, k: Index, *, b: Index = 0, n: Index = 0) -> Bool[Array, "..."]:
         """Whether query `q` sees key `k` in batch row `b` and head `n`, elementwise on broadcastable index arrays.
@@ -254,19 +259,10 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, a, b) if is_traced(condition, a, b) else np.where(condition, a, b)
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskStructure:
-    """All of a mask but the contents of its arrays: hashable, so that it can be part of a `Problem`."""
-
-    tree: jax.tree_util.PyTreeDef
-    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
-
-    @classmethod
-    def of(cls, mask: Mask) -> "MaskStructure":
-        leaves, tree = jax.tree.flatten(mask)
-        return cls(tree, tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves))
+class MaskStructure(Structure):
+    """All of a mask but the contents of its arrays."""
 
     @property
     def mask(self) -> Mask:
         """The mask with `jax.ShapeDtypeStruct` for arrays."""
-        return jax.tree.unflatten(self.tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.arrays])
+        return self.value

@@ -103,6 +103,9 @@ class _Band(Mask):
             common=Interval(keys.last - last, keys.first - first),
         )
 
+    def offsets(self) -> tuple[Any, ...]:
+        return (self.offset,)
+
     def _check_offset(self) -> None:
         offset = int(self.offset) if is_int(self.offset) else int32("offset", self.offset)
         if isinstance(offset, int) and abs(offset) > UNLIMITED // 2:

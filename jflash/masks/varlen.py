@@ -48,21 +48,45 @@ def packed(
       ..###.
       ......
     """
-    queries, keys = _checked("cu_seqlens_q", cu_seqlens_q, T, "T"), _checked("cu_seqlens_k", cu_seqlens_k, S, "S")
-    if queries.shape != keys.shape:
-        found = f"{keys.shape[0] - 1} sequences of keys"
-        raise ShapeError("cu_seqlens_k", found=found, wanted=f"as many as of queries, {queries.shape[0] - 1}")
+    queries, keys = _both_checked(cu_seqlens_q, cu_seqlens_k, T, S)
+    xp = jnp if is_traced(queries, keys) else np
+    position, sequence, is_slack = _positions(queries, keys, T)
+    first, end = keys[sequence], keys[sequence + 1]
+    left, right = _distances(causal, window)
+    first, last = xp.maximum(first, position - left), xp.minimum(end - 1, position + right)
+    return KeyRange(xp.where(is_slack, 1, first), xp.where(is_slack, 0, last))
+
+
+def packed_positions(
+    cu_seqlens_q: Int[Array, " sequences+1"], cu_seqlens_k: Int[Array, " sequences+1"], *, T: int, S: int
+) -> Int[Array, " T"]:
+    """Where each query stands among all packed keys: the last one of its sequence at the last key of it.
+
+    Example:
+      >>> from jflash.masks.varlen import packed_positions
+      >>> packed_positions(np.array([0, 2, 3]), np.array([0, 2, 7]), T=3, S=7)
+      array([0, 1, 6], dtype=int32)
+    """
+    return _positions(*_both_checked(cu_seqlens_q, cu_seqlens_k, T, S), T)[0]
+
+
+def _positions(queries: Any, keys: Any, T: int) -> tuple[Any, Any, Any]:
+    """Of each query its place among the keys, its sequence, and whether it is slack at the end."""
     xp = jnp if is_traced(queries, keys) else np
     query = np.arange(T, dtype=np.int32)
     # Of how many sequences the end has been passed; a sequence that is empty ends where it begins.
     sequence = xp.searchsorted(queries[1:], query, side="right").astype(np.int32)
     is_slack = sequence == queries.shape[0] - 1
     sequence = xp.where(is_slack, 0, sequence)
-    first, end = keys[sequence], keys[sequence + 1]
-    position = query + end - queries[sequence + 1]
-    left, right = _distances(causal, window)
-    first, last = xp.maximum(first, position - left), xp.minimum(end - 1, position + right)
-    return KeyRange(xp.where(is_slack, 1, first), xp.where(is_slack, 0, last))
+    return query + keys[sequence + 1] - queries[sequence + 1], sequence, is_slack
+
+
+def _both_checked(cu_seqlens_q: Any, cu_seqlens_k: Any, T: int, S: int) -> tuple[Any, Any]:
+    queries, keys = _checked("cu_seqlens_q", cu_seqlens_q, T, "T"), _checked("cu_seqlens_k", cu_seqlens_k, S, "S")
+    if queries.shape != keys.shape:
+        found = f"{keys.shape[0] - 1} sequences of keys"
+        raise ShapeError("cu_seqlens_k", found=found, wanted=f"as many as of queries, {queries.shape[0] - 1}")
+    return queries, keys
 
 
 def _distances(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[int, int]:

@@ -32,8 +32,40 @@ def delta_of(
     The cotangent of lse adds p * d_lse to ds, so it only shifts delta (FlashAttention-2, algorithm 2, line 4). The
     function is its own inverse: from delta it gives d_lse.
     """
+    # A query that sees no key gives 0, and what is 0 has no share, also where its cotangent is NaN.
+    product = jnp.where(out == 0, 0, d_out.astype(d_lse.dtype) * out.astype(d_lse.dtype))
     # A product and a sum: as a batched dot of vectors XLA may hand it to a matmul library.
-    return (d_out.astype(d_lse.dtype) * out.astype(d_lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
+    return product.sum(-1).swapaxes(1, 2) - d_lse
+
+
+def add_sink(lse: Float[Array, "*rows"], sink: Float[Array, "*#rows"]) -> Float[Array, "*rows"]:
+    """The lse with one more logit in it; -inf where both are, with derivatives 0."""
+    top = jax.lax.stop_gradient(finite(jnp.maximum(lse, sink)))
+    total = jnp.exp(lse - top) + jnp.exp(sink - top)
+    return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
+
+
+def share_of_keys(lse: Float[Array, "*rows"], sink: Float[Array, "*#rows"]) -> Float[Array, "*rows"]:
+    """The part of the softmax that goes to the keys, whose lse this is, and not to a sink beside them."""
+    return jnp.exp(lse - finite(add_sink(lse, sink)))
+
+
+def d_sinks(
+    sinks: Float[Array, "#B N"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Float[Array, "#B N"]:
+    """The cotangent of sinks, from that of the results by way of `delta_of`; lse is that with the sinks in it.
+
+    With p = exp(sink - lse), lse has the derivative p and out, as the weight of every key shrinks, -p * out. So
+
+        d_sink = sum over t of p * (d_lse - d_out · out) = -sum over t of p * delta
+
+    where delta has the cotangent of lse in it already.
+    """
+    sink = sinks[..., None]
+    # Where both are -inf the sink has no weight, and -inf - -inf would be NaN.
+    p = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - finite(lse)))
+    per_row = -(p * delta).sum(-1)
+    return per_row if sinks.shape[0] == lse.shape[0] else per_row.sum(0, keepdims=True)
 
 
 class Carry(NamedTuple):

@@ -102,7 +102,8 @@ def partitioned(
     Args:
       function: takes the operands, or one device's part of them, and gives a tuple of arrays.
       operands: the first three are q, k and v.
-      axes: for each operand a letter for each axis: B, T, S, N, K, H, D (for Hv); an axis of size 1 broadcasts.
+      axes: for each operand a letter for each axis: B, T, S, N, K, H, D (for Hv), another where every device has all of
+        the axis; an axis of size 1 broadcasts.
       result_axes: the same for each result. A result with K is a cotangent, summed over devices that share a head.
     """
     q, k, v = operands[:3]
@@ -157,7 +158,7 @@ def _sharding_rule(
 
     def term(letters: str, shape: Sequence[int]) -> str:
         return " ".join(
-            letter.lower() if size == sizes[letter] else next(fresh) for letter, size in zip(letters, shape)
+            letter.lower() if size == sizes.get(letter) else next(fresh) for letter, size in zip(letters, shape)
         )
 
     left = ", ".join(term(letters, operand.shape) for letters, operand in zip(axes, operands))

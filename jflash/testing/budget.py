@@ -25,15 +25,18 @@ from jflash.api import flash_attention, flash_attention_with_lse
 from jflash.masks import Dense
 from jflash.numerics.logits import logits
 from jflash.numerics.precision import compute_dtype, matmul_precision
+from jflash.scores import score_function
 from jflash.testing.inputs import Inputs
 from jflash.testing.workloads import Workload
 
 _RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 type Results = dict[str, np.ndarray]
-# (q, k, v, bias) to out and lse; None for lse where out is the whole result.
-type Attention = Callable[[Array, Array, Array, Array | None], tuple[Array, Array | None]]
-type MaskedAttention = Callable[[Array, Array, Array, Array | None, Array], tuple[Array, Array]]
+type Learned = dict[str, Array]
+# (q, k, v, bias, learned) to out and lse; None for lse where out is the whole result.
+type Attention = Callable[[Array, Array, Array, Array | None, Learned], tuple[Array, Array | None]]
+# The same of some of the pairs: with the booleans of the mask, and the first b, n, q and k.
+type PartialAttention = Callable[[Array, Array, Array, Array | None, Learned, Array, Array], tuple[Array, Array]]
 
 # Pairs of query and key that truth and plain attention hold at a time: 64 MiB in float64, and the derivative of the
 # reference needs about six such arrays. Small workloads are one piece.
@@ -45,7 +48,7 @@ class Measured:
     """The error of one result against its bound.
 
     Attributes:
-      name: "out", "lse", "dq", "dk", "dv" or "dbias".
+      name: "out", "lse", "dq", "dk", "dv", "dbias", or "d" and the name of what else is learned.
       statistic: "max" or "mean".
       error: of the backend; NaN and misplaced infinities count as infinite.
       plain: of plain attention.
@@ -79,13 +82,13 @@ class Measured:
 
 
 def forward_and_backward(attention: Attention) -> Callable[..., tuple[Array | None, ...]]:
-    """The function of `Inputs` that gives out, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`.
+    """The function of `Inputs` that gives out, lse and every gradient of `attention(q, k, v, bias, learned)`.
 
     An attention that gives None for lse takes inputs whose d_lse is None.
     """
 
-    def run(q, k, v, bias, d_out, d_lse):
-        found, pull = jax.vjp(attention, q, k, v, bias)
+    def run(q, k, v, bias, d_out, d_lse, learned):
+        found, pull = jax.vjp(attention, q, k, v, bias, learned)
         # A NamedTuple's cotangent is one of its own kind.
         cotangent = jax.tree.unflatten(jax.tree.structure(found), jax.tree.leaves((d_out, d_lse)))
         return *found, *pull(cotangent)
@@ -95,11 +98,13 @@ def forward_and_backward(attention: Attention) -> Callable[..., tuple[Array | No
 
 def results_of(arrays: tuple[Array | None, ...]) -> Results:
     """What `forward_and_backward` gave, by name and as float64 on the host."""
-    return {name: np.asarray(array, np.float64) for name, array in zip(_RESULTS, arrays) if array is not None}
+    *plain, d_learned = arrays
+    named = dict(zip(_RESULTS, plain)) | {f"d{name}": array for name, array in d_learned.items()}
+    return {name: np.asarray(array, np.float64) for name, array in named.items() if array is not None}
 
 
 def compute(attention: Attention, inputs: Inputs) -> Results:
-    """Output, lse and every gradient of `attention(q, k, v, bias) -> (out, lse)`."""
+    """Output, lse and every gradient of `attention(q, k, v, bias, learned) -> (out, lse)`."""
     return results_of(jax.jit(forward_and_backward(attention))(*inputs))
 
 
@@ -107,21 +112,30 @@ def attention_of(workload: Workload, *, lse: bool = True, **arguments) -> Attent
     """The public call on a workload, with `backend=` or `tiles=` as given; without `lse` it is `flash_attention`."""
     arguments |= {"mask": workload.mask, "softcap": workload.softcap}
 
-    def attention(q, k, v, bias):
+    def attention(q, k, v, bias, learned):
+        terms = {name: learned[name] for name in ("alibi_slopes", "sinks") if name in learned}
+        if workload.score_fn is not None:
+            terms |= {"score_fn": workload.score_fn, "score_args": _score_args(workload, learned)}
         if not lse:
-            return flash_attention(q, k, v, bias=bias, **arguments), None
-        return flash_attention_with_lse(q, k, v, bias=bias, **arguments)
+            return flash_attention(q, k, v, bias=bias, **terms, **arguments), None
+        return flash_attention_with_lse(q, k, v, bias=bias, **terms, **arguments)
 
     return attention
+
+
+def _score_args(workload: Workload, learned: Learned) -> tuple[Array, ...]:
+    return tuple(learned.get(f"score_arg_{i}", arg) for i, arg in enumerate(workload.score_args))
 
 
 def truth_of(workload: Workload, inputs: Inputs) -> Results:
     """Results in float64 throughout, from the reference backend."""
 
-    def reference(q, k, v, bias, allowed):
+    def reference(q, k, v, bias, learned, allowed, first):
+        score_fn, score_args = _score_of(workload, learned, first)
         return flash_attention_with_lse(
-            q, k, v, mask=Dense(allowed), bias=bias, softcap=workload.softcap, backend="reference"
-        )
+            q, k, v, mask=Dense(allowed), bias=bias, softcap=workload.softcap, score_fn=score_fn, score_args=score_args,
+            sinks=learned.get("sinks"), backend="reference",
+        )  # fmt: skip
 
     with jax.enable_x64(True):
         return _dense_results(reference, workload, inputs, np.dtype(np.float64))
@@ -134,6 +148,7 @@ def plain_of(workload: Workload, inputs: Inputs) -> Results:
     q, k, v, bias, *_ = inputs
     # Rounded after the sum over pieces, to the dtype of the operand; lse keeps the dtype computed in.
     operands = {"out": q, "dq": q, "dk": k, "dv": v, "dbias": bias}
+    operands |= {f"d{name}": array for name, array in inputs.learned.items()}
     # As JAX rounds: what is beyond the largest float16 is inf, without a warning.
     with np.errstate(over="ignore"):
         sums |= {name: sums[name].astype(operand.dtype) for name, operand in operands.items() if name in sums}
@@ -176,8 +191,27 @@ def _part(error: float, bound: float) -> float:
     return error / bound if bound else (math.inf if error else 0.0)
 
 
-def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Inputs, dtype: np.dtype) -> Results:
-    """Results of `attention(q, k, v, bias, allowed)` on inputs held in `dtype`, a piece of all pairs at a time.
+def _score_of(workload: Workload, learned: Learned, first: Array) -> tuple[Callable | None, tuple[Array, ...]]:
+    """One function for ALiBi and the workload's own, written down once more, and its arrays.
+
+    It is for calls on a part of all pairs, whose indices count from `first`.
+    """
+    if workload.alibi_slopes is None and workload.score_fn is None:
+        return None, ()
+
+    def score(s, b, n, q, k, first, slopes, offset, *args):
+        b, n, q, k = (index + start for index, start in zip((b, n, q, k), first))
+        if workload.alibi_slopes is not None:
+            s = s - slopes[b % len(slopes), n] * jnp.abs(q + offset[b % len(offset)] - k).astype(s.dtype)
+        return s if workload.score_fn is None else workload.score_fn(s, b, n, q, k, *args)
+
+    slopes = jnp.atleast_2d(learned.get("alibi_slopes", 0.0))
+    offset = jnp.atleast_1d(jnp.asarray((*workload.mask.offsets(), 0)[0], np.int32))
+    return score, (first, slopes, offset, *_score_args(workload, learned))
+
+
+def _dense_results(attention: PartialAttention, workload: Workload, inputs: Inputs, dtype: np.dtype) -> Results:
+    """Results of `attention` on inputs held in `dtype`, a piece of all pairs at a time.
 
     What several pieces contribute to is summed in `dtype`. Inputs without d_lse have results without lse.
     """
@@ -186,25 +220,34 @@ def _dense_results(attention: MaskedAttention, workload: Workload, inputs: Input
     if not is_with_lse:
         inputs = inputs._replace(d_lse=np.zeros((w.B, w.N, w.T), dtype))
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
-    wide = [None if array is None else np.asarray(array, dtype) for array in inputs]
+    wide = jax.tree.map(lambda array: np.asarray(array, dtype), inputs)
 
     # Each piece runs for milliseconds: XLA on a GPU would spend minutes on measuring candidates for its matmuls.
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
-    def run(q, k, v, bias, d_out, d_lse, allowed):
-        found, pull = jax.vjp(lambda *operands: tuple(attention(*operands, allowed)), q, k, v, bias)
-        return *found, *pull((d_out, d_lse))
+    def run(q, k, v, bias, d_out, d_lse, learned, allowed, first):
+        found, pull = jax.vjp(lambda *operands: tuple(attention(*operands, allowed, first)), q, k, v, bias, learned)
+        *gradients, d_learned = pull((d_out, d_lse))
+        return *found, *gradients, *d_learned.values()
 
-    q, k, v, bias, d_out, d_lse = wide
+    *arrays, learned = wide
+    q, k, v, bias, d_out, d_lse = arrays
     likes = {"out": d_out, "lse": d_lse, "dq": q, "dk": k, "dv": v, "dbias": bias}
+    likes |= {f"d{name}": array for name, array in sorted(learned.items())}
     totals = {name: np.zeros_like(like) for name, like in likes.items() if like is not None}
     input_axes = ("BTNH", "BSKH", "BSKH", "BNTS", "BTNH", "BNT")
-    result_axes = ("BTNH", "BNT", *input_axes)
+    # Arrays without axes that are cut are whole in every piece.
+    learned_axes = {name: "BN"[2 - array.ndim :] if name == "sinks" else "" for name, array in sorted(learned.items())}
+    axes_of = dict(zip(("out", "lse", "dq", "dk", "dv", "dbias"), ("BTNH", "BNT", *input_axes)))
+    axes_of |= {f"d{name}": axes for name, axes in learned_axes.items()}
     for piece in _pieces(w):
         b, n, t, s = np.ix_(*(np.arange(size)[piece[axis]] for axis, size in zip("BNTS", (w.B, w.N, w.T, w.S))))
-        own = (None if array is None else array[_cut(array, axes, piece)] for array, axes in zip(wide, input_axes))
-        results = run(*own, np.asarray(mask.allowed(t, s, b=b, n=n)))
-        for total, axes, result in zip(totals.values(), result_axes, results):
-            total[_cut(total, axes, piece)] += np.asarray(result)
+        own = [None if array is None else array[_cut(array, axes, piece)] for array, axes in zip(arrays, input_axes)]
+        own_learned = {name: array[_cut(array, learned_axes[name], piece)] for name, array in learned.items()}
+        first = np.array([index.flat[0] for index in (b, n, t, s)], np.int32)
+        results = run(*own, own_learned, np.asarray(mask.allowed(t, s, b=b, n=n)), first)
+        given = (result for result in results if result is not None)
+        for (name, total), result in zip(totals.items(), given, strict=True):
+            total[_cut(total, axes_of[name], piece)] += np.asarray(result)
     return totals if is_with_lse else {name: total for name, total in totals.items() if name != "lse"}
 
 
@@ -227,7 +270,14 @@ def _cut(array: np.ndarray, axes: str, piece: dict[str, slice]) -> tuple[slice, 
 
 
 def _plain_attention(
-    workload: Workload, q: Array, k: Array, v: Array, bias: Array | None, allowed: Array
+    workload: Workload,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    learned: Learned,
+    allowed: Array,
+    first: Array,
 ) -> tuple[Array, Array]:
     """Out and lse, in the dtype computed in. The operands have it too, but hold numbers of `workload.dtype`."""
     w, dtype = workload, np.dtype(workload.dtype)
@@ -236,17 +286,34 @@ def _plain_attention(
 
     qk = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision)
     qk = _round_cotangent(qk, dtype)
-    score = logits(qk, scale=w.H**-0.5, bias=bias, cap=w.softcap, allowed=allowed)
-    top = jax.lax.stop_gradient(score.max(-1, keepdims=True))
+    steps = _plain_steps(w, learned, first)
+    score = logits(qk, scale=w.H**-0.5, bias=bias, cap=w.softcap, steps=steps, allowed=allowed)
+    sink = jnp.atleast_2d(learned.get("sinks", -jnp.inf)).astype(score.dtype)[..., None, None]
+    top = jax.lax.stop_gradient(jnp.maximum(score.max(-1, keepdims=True), sink))
     top = jnp.where(top == -jnp.inf, 0, top)
     weight = jnp.exp(score - top)
-    total = weight.sum(-1, keepdims=True)
+    total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
     dead = total == 0
     total = jnp.where(dead, 1, total)
     p = _round_value(weight / total, dtype)
     out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
     lse = jnp.where(dead, -jnp.inf, top + jnp.log(total))[..., 0]
     return out, lse
+
+
+def _plain_steps(workload: Workload, learned: Learned, first: Array) -> Callable[..., Array] | None:
+    score_fn, score_args = _score_of(workload, learned, first)
+    if score_fn is None:
+        return None
+
+    def steps(s: Array, counts: Array | None) -> Array:
+        B, N, T, S = s.shape
+        function = score_function(score_fn, score_args, B=B, N=N, dtype=s.dtype)
+        t, keys = jnp.ix_(jnp.arange(T, dtype=np.int32), jnp.arange(S, dtype=np.int32))
+        place = lambda array, axes: array.reshape(*array.shape, *(1,) * (4 - len(axes)))  # noqa: E731
+        return function.apply(s, t, keys, allowed=counts, place=place)
+
+    return steps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -6,7 +6,9 @@ import numpy as np
 from jflash.backends.protocol import Operands
 from jflash.masks import Mask
 from jflash.masks.mask import MaskStructure
-from jflash.problem import Problem
+from jflash.numerics.precision import compute_dtype
+from jflash.problem import Problem, terms_of
+from jflash.scores import ScoreTerms, per_head, score_functions
 from jflash.testing.workloads import Workload
 
 
@@ -14,10 +16,19 @@ def pose(workload: Workload, *, deterministic: bool = False) -> tuple[Problem, M
     """The problem of a workload, and its mask after `bind`."""
     w = workload
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
-    bias = None if w.bias is None else (w.bias, np.dtype(w.bias_dtype))
+    heads = {"B": w.B, "N": w.N, "dtype": compute_dtype(np.dtype(w.dtype))}
+    bias, slopes, sinks = (
+        None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in ((w.bias, w.bias_dtype), (w.alibi_slopes, "float32"), (w.sinks, "float32"))
+    )
+    terms = ScoreTerms(
+        bias=bias,
+        functions=score_functions(slopes, mask, w.score_fn, w.score_args, **heads),
+        sinks=None if sinks is None else per_head("sinks", sinks, **heads),
+    )
     problem = Problem(
         B=w.B, T=w.T, S=w.S, N=w.N, K=w.K, H=w.H, Hv=w.Hv, dtype=np.dtype(w.dtype), scale=w.H**-0.5,
-        softcap=w.softcap, mask=MaskStructure.of(mask), bias=bias, deterministic=deterministic, lse=True,
+        softcap=w.softcap, mask=MaskStructure.of(mask), deterministic=deterministic, lse=True, **terms_of(terms),
     )  # fmt: skip
     return problem, mask
 
@@ -29,8 +40,10 @@ def operand_shapes(problem: Problem) -> Operands:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, p.dtype)
 
-    bias = None if p.bias is None else jax.ShapeDtypeStruct(*p.bias)
-    return Operands(array(p.B, p.T, p.N, p.H), array(p.B, p.S, p.K, p.H), array(p.B, p.S, p.K, p.Hv), bias, p.mask.mask)
+    bias, sinks = (None if described is None else jax.ShapeDtypeStruct(*described) for described in (p.bias, p.sinks))
+    terms = ScoreTerms(bias, () if p.functions is None else p.functions.value, sinks)
+    q, k, v = array(p.B, p.T, p.N, p.H), array(p.B, p.S, p.K, p.H), array(p.B, p.S, p.K, p.Hv)
+    return Operands(q, k, v, terms, p.mask.mask)
 
 
 def backward_shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:

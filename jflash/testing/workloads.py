@@ -1,7 +1,10 @@
 """Named calls of attention: the small ones that every backend is tested with, and the real ones that users meet."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jflash.masks import (
@@ -33,6 +36,8 @@ class Workload:
       bias: shape of the bias, or None.
       bias_dtype: its dtype.
       softcap: cap of the logits, or None.
+      alibi_slopes, sinks: their shapes, or None.
+      score_fn, score_args: as of `flash_attention`; the arrays are part of the workload.
     """
 
     name: str
@@ -48,6 +53,10 @@ class Workload:
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     softcap: float | None = None
+    alibi_slopes: tuple[int, ...] | None = None
+    sinks: tuple[int, ...] | None = None
+    score_fn: Callable[..., Any] | None = None
+    score_args: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "S", self.S or self.T)
@@ -88,6 +97,25 @@ def _near_or_marked(b, n, q, k, reach, marked, stride):
     return (abs(q + 30 - k) <= reach) | marked & (b == 0) | (k % (stride + 2) == n)
 
 
+def _values_of_head_and_key(s, b, n, q, k, slope, value):
+    """A slope per head and a value per key of a batch row, as an index and as a factor."""
+    return s * (1 + value[b, k]) + slope[n] * (q - k).astype(s.dtype) / 64
+
+
+def _capped_and_sparse(s, b, n, q, k, limit):
+    """A softcap that is learned, and every pair masked whose sum is a multiple of 5."""
+    return jnp.where((q + k + b) % 5 == 0, -np.inf, limit * jnp.tanh(s / limit))
+
+
+def _log_distance(s, b, n, q, k, rate):
+    """NaN above the diagonal, and minus infinity on it, unless it is masked."""
+    return s - rate[n] * jnp.log((q - k).astype(s.dtype))
+
+
+def _draw(seed: int, *shape: int) -> np.ndarray:
+    return _random(seed).standard_normal(shape).astype(np.float32)
+
+
 CONTRACT: tuple[Workload, ...] = (
     Workload(name="full", **_SMALL),
     Workload(name="full_cross", **_CROSS),
@@ -116,6 +144,18 @@ CONTRACT: tuple[Workload, ...] = (
     ),
     Workload(name="prefix_lm", mask=PrefixLM(np.array([30, 0], np.int32)), **_SMALL),
     Workload(name="chunked_causal", mask=Chunked(30) & Causal(), **_SMALL),
+    # Few queries and many keys, which kernels share among blocks of threads; some blocks find no key.
+    Workload(
+        name="few_queries",
+        mask=Causal(offset=np.array([1340, 80], np.int32)),
+        B=2,
+        T=29,
+        S=1390,
+        N=6,
+        K=2,
+        H=64,
+        Hv=32,
+    ),
     Workload(name="not_dilated", mask=~Dilated(5) & SlidingWindow(30, 20), **_CROSS),
     Workload(
         name="key_ranges",
@@ -141,6 +181,38 @@ CONTRACT: tuple[Workload, ...] = (
     Workload(name="bias_head_causal", bias=(1, 6, 1, 93), mask=Causal(), bias_dtype="bfloat16", **_SMALL),
     Workload(name="bias_row_softcap", bias=(2, 1, 93, 1), softcap=2.5, mask=SlidingWindow(20, 0), **_SMALL),
     Workload(name="softcap", softcap=1.5, **_SMALL),
+    Workload(name="sinks", sinks=(6,), mask=SlidingWindow(2, 2, offset=80), **_CROSS),
+    Workload(
+        name="alibi_sinks_softcap",
+        alibi_slopes=(2, 6),
+        sinks=(2, 6),
+        softcap=2.5,
+        mask=SlidingWindow(30, 9, offset=np.array([40, -5], np.int32)),
+        **_CROSS,
+    ),
+    Workload(
+        name="score_head_and_key",
+        score_fn=_values_of_head_and_key,
+        score_args=(_draw(9, 6), _draw(10, 2, 93)),
+        mask=Causal(),
+        **_SMALL,
+    ),
+    Workload(
+        name="score_limit_alibi_bias",
+        score_fn=_capped_and_sparse,
+        score_args=(np.float32(1.7),),
+        alibi_slopes=(6,),
+        bias=(1, 1, 93, 93),
+        mask=Segments(_DOCUMENTS, padding_id=0) & Causal(),
+        **_SMALL,
+    ),
+    Workload(
+        name="score_poles",
+        score_fn=_log_distance,
+        score_args=(_draw(12, 6),),
+        mask=Causal(offset=-1) & Segments(_DOCUMENTS, padding_id=0),
+        **_SMALL,
+    ),
     Workload(name="even_full", **_EVEN),
     Workload(name="even_full_cross", **_EVEN | {"T": 38, "S": 102}),
     Workload(name="even_causal", mask=Causal(), **_EVEN),

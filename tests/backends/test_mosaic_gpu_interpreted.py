@@ -163,6 +163,7 @@ WIDE_FORWARD = workload("wide_forward", mask=Causal(offset=140), T=70, S=300, H=
 SHARED_FORWARD = workload(
     "shared_forward", mask=Causal(offset=140) & Lengths(kv=np.array([300, 0], np.int32)), B=2, T=270, S=300, N=2
 )
+DOCUMENTS_FORWARD = workload("documents_forward", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1]), T=70, S=233, H=40)
 THREE_HEADS = workload("three_heads", mask=Causal(), T=150, N=3)
 FORWARD_TILES = [
     (FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 1}),
@@ -174,6 +175,10 @@ FORWARD_TILES = [
     (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "blocks": 3, "head_group": 2}),
     (SHARED_FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 2, "blocks": 2}),
     (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 2, "blocks": 132}),
+    # Splits of the keys: more than some rows have tiles, with pieces of columns, and with lists.
+    (FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 3}),
+    (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 4, "head_group": 2}),
+    (DOCUMENTS_FORWARD, {"splits": 2}),
     # Three heads, as a device of a mesh may have them, where eight would stand side by side.
     (THREE_HEADS, {"warpgroups": 2, "block_k": 64, "head_group": 8}),
     (WIDE_FORWARD, {"block_k": 256, "stages": 1}),
@@ -186,6 +191,7 @@ BACKWARD_TILES = [
     (BACKWARD, {"block_q": 64, "block_k": 128, "do_stages": 1, "dk_in_flight": True}),
     (BACKWARD, {"block_q": 128, "block_k": 128, "q_stages": 1, "dk_in_flight": False}),
     (GROUPED, {"block_q": 64, "dk_in_flight": True}),
+    (THREE_HEADS, {"head_group": 8}),
     (WIDE, {"do_stages": 2}),
     (WIDE, {"q_stages": 1}),
 ]

@@ -18,7 +18,7 @@ import jflash
 from jflash import hardware
 from jflash.backends import mosaic_gpu
 from jflash.backends.mosaic_gpu import primitives
-from jflash.backends.mosaic_gpu.tiles import BackwardTiles, DqTiles, ForwardTiles
+from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles
 from jflash.errors import ArgumentError
 from jflash.masks import Causal, Segments
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
@@ -77,14 +77,14 @@ def test_default_tiles_lower(kernel, H, Hv):
 ALLOWED: dict[str, dict[str, tuple]] = {
     "forward": {
         "warpgroups": (1, 2, 3), "block_k": (64, 128, 192, 256), "stages": (1, 2, 3, 4),
-        "pin_wait": (False, True), "head_group": (1, 2, 4, 8, 16), "blocks": (None, 1, 132),
+        "pin_wait": (False, True), "head_group": HEAD_GROUPS, "blocks": (None, 1, 132), "splits": (1, 3),
     },
     "backward": {
         "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
-        "dk_in_flight": (False, True),
+        "dk_in_flight": (False, True), "head_group": HEAD_GROUPS,
     },
     "backward_dq": {
-        "block_k": (64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4), "head_group": (1, 2, 4, 8, 16),
+        "block_k": (64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4), "head_group": HEAD_GROUPS,
     },
 }  # fmt: skip
 KERNEL_OF = {"forward": "forward", "backward": "backward", "backward_dq": "deterministic"}
@@ -94,6 +94,7 @@ CONSTRAINTS = (
     r"block_q=64 with H over 64",
     r"dk_in_flight=True with q_stages=1",
     r"blocks=\d+ with Hv != H",
+    r"splits=3, blocks=\d+",
 )
 
 
@@ -120,9 +121,12 @@ TOGETHER = [
     ("forward", {"warpgroups": 1, "block_k": 64, "stages": 4, "pin_wait": True, "head_group": 1}),
     ("forward", {"warpgroups": 2, "block_k": 128, "stages": 3, "pin_wait": False, "head_group": 2, "blocks": 1}),
     ("forward", {"warpgroups": 3, "block_k": 192, "stages": 1, "pin_wait": True, "head_group": 4, "blocks": 132}),
-    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8}),
+    ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8, "splits": 3}),
     ("backward", {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
-    ("backward", {"block_q": 128, "block_k": 128, "q_stages": 2, "do_stages": 2, "dk_in_flight": True}),
+    (
+        "backward",
+        {"block_q": 128, "block_k": 128, "q_stages": 2, "do_stages": 2, "dk_in_flight": True, "head_group": 4},
+    ),
     ("backward_dq", {"block_k": 64, "k_stages": 1, "v_stages": 4, "head_group": 1}),
     ("backward_dq", {"block_k": 128, "k_stages": 2, "v_stages": 1, "head_group": 2}),
     ("backward_dq", {"block_k": 64, "k_stages": 4, "v_stages": 2, "head_group": 4}),
@@ -200,8 +204,9 @@ def sizes_of(w: Workload, kernel: str, tiles: str, changed: dict[str, Any], monk
 )
 @pytest.mark.parametrize("tiles", ALLOWED)
 def test_shared_memory_is_what_mosaic_takes(tiles, H, Hv, T, monkeypatch):
-    """Over every third combination, of those that fit no device too; pin_wait and the group of heads take no memory."""
-    fields = {name: values for name, values in ALLOWED[tiles].items() if name not in ("pin_wait", "head_group")}
+    """Over every third combination, of those that fit no device too, of the fields that take memory."""
+    take_none = ("pin_wait", "head_group", "splits")
+    fields = {name: values for name, values in ALLOWED[tiles].items() if name not in take_none}
     w = workload(B=1, T=T, N=1, K=1, H=H, Hv=Hv)
     pairs = [
         sizes_of(w, KERNEL_OF[tiles], tiles, dict(zip(fields, values)), monkeypatch)

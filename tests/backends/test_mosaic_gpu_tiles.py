@@ -42,6 +42,7 @@ def test_every_row_of_every_head_is_taken_once(rows, heads, head_group):
         {"T": 1001, "H": 128, "mask": SlidingWindow(100, 0)},
         {"T": 333, "H": 40},
         {"T": 4096, "B": 4, "H": 128, "mask": Full()},
+        {"T": 16384, "B": 1, "H": 128, "mask": SlidingWindow(1023, 0)},
     ],
     ids=str,
 )
@@ -90,3 +91,38 @@ def test_without_a_count_of_multiprocessors_each_row_has_a_block(mask: Mask):
 def test_no_blocks_are_refused():
     with pytest.raises(ArgumentError, match="`tiles`: found blocks=0, wanted None or at least 1"):
         ForwardTiles(warpgroups=2, block_k=128, blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ({"B": 1, "T": 512, "S": 65536, "N": 8, "H": 128, "mask": Full()}, 4),
+        ({"B": 1, "T": 1, "S": 8192, "N": 32, "H": 128, "mask": Lengths(kv=np.full(1, 7, np.int32))}, 4),
+        ({"B": 1, "T": 4096, "N": 4, "H": 128}, 2),
+        # Rows of 8 steps in 64 blocks, and 512 blocks: a merge would take longer than it saves.
+        ({"B": 1, "T": 1024, "N": 8, "H": 128}, 1),
+        ({"B": 16, "T": 1, "S": 8192, "N": 32, "H": 128, "mask": Full()}, 1),
+    ],
+    ids=str,
+)
+def test_keys_of_few_rows_are_split(sizes, splits):
+    """As measured on an H200 (docs/decisions.md, 2026-11-30)."""
+    tiles = forward_tiles(**sizes)
+    assert tiles.splits == splits and (tiles.blocks is None or splits == 1)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("T", [1024, 4096, 16384, 131072])
+def test_no_tile_ends_long_after_all_others(T, H):
+    """When the last heads begin, their longest tile takes no longer than all that is left, spread over the device."""
+    workload = {"name": "", "dtype": "bfloat16", "B": 16384 // T or 1, "T": T, "N": 2048 // H, "K": 2048 // H, "H": H}
+    problem, _ = pose(Workload(**workload, mask=Causal()))
+    tiles = mosaic_gpu.default_tiles(problem, H200)
+    for own in (tiles.forward, tiles.backward):
+        if getattr(own, "blocks", None) is not None:
+            continue
+        transpose = own is tiles.backward
+        tile_map = TileMap(mask=Causal(), T=T, S=T, block_q=own.block_q, block_k=own.block_k, transpose=transpose)
+        run = tile_map.run(np.arange(tile_map.rows))
+        steps = run.stop - run.start
+        assert own.head_group * steps.sum() / H200.sm_count >= 0.4 * steps.max(), own

@@ -28,6 +28,10 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
         return "its kernels do not take a bias yet"
     if problem.softcap is not None:
         return "its kernels do not take a softcap yet"
+    if problem.functions is not None:
+        return f"its kernels do not take a score function yet, as {problem.functions.value[0]} is one"
+    if problem.sinks is not None:
+        return "its kernels do not take sinks yet"
     if problem.scale <= 0:
         return (
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import math
+import heapq
 
 import numpy as np
 
@@ -12,10 +12,13 @@ from jflash.hardware import Hardware
 from jflash.masks.tile_map import TileMap
 from jflash.problem import Problem
 
-HEAD_GROUPS = (1, 2, 4, 8, 16)
+HEAD_GROUPS = (1, 2, 4, 8, 16, 32, 64)
 # Keys up to which a row of tiles is short, so that loading its Q and storing its result are worth hiding: in general,
-# and where all rows take as many steps at head dims over 64.
+# and where nearly all rows take as many steps at head dims over 64.
 _SHORT, _SHORT_EVEN = 1024, 4096
+# The forward kernel has so many bytes of K and V, the backward kernel so many queries side by side, of several heads
+# (docs/decisions.md, 2026-11-30).
+_FORWARD_CACHE_BYTES, _BACKWARD_TOKENS = 16 * 2**20, 16384
 
 
 def _check(**found: tuple[object, tuple]) -> None:
@@ -37,6 +40,7 @@ class ForwardTiles:
       head_group: heads whose tiles run side by side, so that long tiles come first and K and V stay in the L2 cache.
       blocks: blocks of threads that share all rows of tiles, each loading its next row while it computes; None is one
         for each row.
+      splits: parts of the keys of a row of tiles, each for a block of threads; their results are merged afterwards.
 
     Raises:
       ArgumentError: a value that the kernel is not written for.
@@ -48,6 +52,7 @@ class ForwardTiles:
     pin_wait: bool = True
     head_group: int = 1
     blocks: int | None = None
+    splits: int = 1
 
     def __post_init__(self):
         _check(
@@ -58,6 +63,9 @@ class ForwardTiles:
         )
         if self.blocks is not None and self.blocks < 1:
             raise ArgumentError("tiles", found=f"blocks={self.blocks}", wanted="None or at least 1")
+        if self.splits < 1 or (self.splits > 1 and self.blocks is not None):
+            wanted = "splits of at least 1, and more than 1 only with blocks=None"
+            raise ArgumentError("tiles", found=f"splits={self.splits}, blocks={self.blocks}", wanted=wanted)
 
     @property
     def block_q(self) -> int:
@@ -79,6 +87,7 @@ class BackwardTiles:
       block_k: keys of a block of threads.
       q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
       dk_in_flight: dK of a step is awaited in the next one.
+      head_group: key/value heads whose tiles run side by side, so that long tiles come first.
 
     Raises:
       ArgumentError: a value that the kernel is not written for.
@@ -89,6 +98,7 @@ class BackwardTiles:
     q_stages: int = 2
     do_stages: int = 2
     dk_in_flight: bool = False
+    head_group: int = 1
 
     def __post_init__(self):
         _check(
@@ -96,6 +106,7 @@ class BackwardTiles:
             block_k=(self.block_k, (64, 128)),
             q_stages=(self.q_stages, (1, 2)),
             do_stages=(self.do_stages, (1, 2)),
+            head_group=(self.head_group, HEAD_GROUPS),
         )
         if self.dk_in_flight and self.q_stages == 1:
             # The slot of a step's Q is free in the next step, which would wait for its own Q there forever.
@@ -157,7 +168,8 @@ class HopperTiles:
 
     def __str__(self) -> str:
         forward, backward = (f"{tiles.block_q} x {tiles.block_k}" for tiles in (self.forward, self.backward))
-        return f"tiles of queries x keys: {forward} forward, {backward} backward"
+        splits = f" in {self.forward.splits} splits of the keys" if self.forward.splits > 1 else ""
+        return f"tiles of queries x keys: {forward} forward{splits}, {backward} backward"
 
 
 # Remembered, since every eager call is planned anew, and what a mask without arrays covers takes work to know.
@@ -170,14 +182,36 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
     key_values = sum("S" in value.axes for value in mask.values())
-    head_group = math.gcd(problem.N, 4 if max(H, Hv) <= 64 else 2) if masked else 1
+    head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
+    if forward is None:
+        forward = _forward_tiles(
+            H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group
+        )
+        forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
-        forward=forward
-        or _forward_tiles(H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group),
-        backward=_backward_tiles(H, Hv, has_lists=has_lists),
+        forward=forward,
+        backward=dataclasses.replace(
+            _backward_tiles(H, Hv, has_lists=has_lists),
+            head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
+        ),
         backward_dq=_dq_tiles(H, Hv, head_group=head_group),
     )
+
+
+def _forward_head_group(problem: Problem, columns: int) -> int:
+    """Heads side by side where rows of tiles are of unlike length.
+
+    With few, the last heads' longest tiles end long after all others; with many, K and V do not stay in the L2 cache.
+    """
+    most = 16 if columns <= 2 * 64 else 4
+    bytes_of_head = problem.S * columns * problem.dtype.itemsize // problem.group
+    return min(max(_power_of_two(_FORWARD_CACHE_BYTES // max(bytes_of_head, 1)), 2), most)
+
+
+def _power_of_two(most: int) -> int:
+    """The largest head group up to `most`."""
+    return max(group for group in HEAD_GROUPS if group <= max(most, 1))
 
 
 def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
@@ -194,7 +228,8 @@ def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: i
     run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
     steps = np.broadcast_to(np.maximum(run.stop - run.start, 1), (tile_map.rows,))
     # Long rows of unlike length the hardware hands out better than any fixed order does.
-    is_short = problem.S <= (_SHORT_EVEN if H > 64 and steps.min() == steps.max() else _SHORT)
+    is_even = steps.mean() > 0.9 * steps.max()
+    is_short = steps.max() * tiles.block_k <= (_SHORT_EVEN if H > 64 and is_even else _SHORT)
     if not is_short or heads * tile_map.rows <= sm_count:
         return None
     return dataclasses.replace(tiles, head_group=_even_head_group(steps, heads=heads, blocks=sm_count))
@@ -215,6 +250,37 @@ def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
         return np.bincount(place % blocks, weights=steps[row]).max()
 
     return min((group for group in HEAD_GROUPS if heads % group == 0), key=most_steps)
+
+
+def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
+    """Into how many parts to split the keys of each row of tiles, where there are too few rows for all multiprocessors.
+
+    Where arrays say which keys a row sees, as those of a cache, every key is taken to be seen.
+    """
+    sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
+    tile_map = TileMap(mask=problem.mask.mask, **sizes)
+    heads = problem.B * problem.N
+    rows = heads * tile_map.rows
+    if not sm_count or rows > 2 * sm_count:
+        return 1
+    steps = np.full(tile_map.rows, tile_map.columns)
+    if tile_map.form == "runs" and not problem.mask.arrays:
+        run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
+        steps = np.maximum(np.broadcast_to(run.stop - run.start, steps.shape), 1)
+
+    def time_in_steps(splits: int) -> float:
+        """When the last block ends: each takes the longest of the rows that are left, as soon as there is room."""
+        is_split = splits > 1
+        # On an H200, 2026-11-30: a block takes 1.5 to 3 steps besides its own, the merge 6 and the traffic of float32.
+        block = 3.0 if is_split else 1.5
+        merge = 6.0 + 2.6 * splits * rows * problem.Hv / (tiles.block_k * (problem.H + problem.Hv))
+        ends = [0.0] * sm_count
+        for own in np.repeat(np.sort(steps)[::-1], heads * splits):
+            heapq.heapreplace(ends, ends[0] + own / splits + block)
+        return max(ends) + merge * is_split
+
+    most = int(min(steps.max(), max(1, 4 * sm_count // rows)))
+    return min(range(1, most + 1), key=time_in_steps)
 
 
 def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, key_values: int, head_group: int) -> ForwardTiles:

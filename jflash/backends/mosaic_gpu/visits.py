@@ -36,6 +36,13 @@ class Visits:
     column: Callable[[Any], Any]
     is_partial: Callable[[Any, Any], Any]
 
+    def split(self, index: Any, splits: int) -> "Visits":
+        """One of so many even parts of the visits, possibly none of them."""
+        first, stop = (lax.div(self.count * end, i32(splits)) for end in (index, index + 1))
+        return Visits(
+            stop - first, lambda i: self.column(first + i), lambda i, column: self.is_partial(first + i, column)
+        )
+
 
 class TileVisits:
     """The visits of all rows of a `TileMap`, and its mask on the tiles: all that a kernel asks of a mask.

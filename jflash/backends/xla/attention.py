@@ -7,13 +7,19 @@ Derivative. With p = exp(s - lse), the tangent of the result is a sum over keys 
 
     d_lse = sum p · ds            d_out = sum (p · ds) v + sum p · dv - out · d_lse
 
-so it needs q, k, v, out and lse and nothing else of the forward pass. It is stated once, as a JVP rule: JAX transposes
+so it needs q, k, v, out and lse and nothing else of the forward pass. Of sinks it is that of a step after this one, on
+the lse of the keys alone: with w the share of the keys, `share_of_keys`, and total the lse with the sink in it,
+
+    d_out = w (sum (p · ds) v + sum p · dv) - out · d_total
+
+It is stated once, as a JVP rule: JAX transposes
 it to the backward pass of algorithm 2 there, and since the rule is itself plain JAX, differentiates it again as often
 as asked. `jax.checkpoint` around a row and around a tile keeps p from being stored.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +33,37 @@ from jflash.backends.xla.tiles import XlaTiles
 from jflash.masks.mask import Mask, TileKind
 from jflash.masks.tile_map import TileMap, lists_of, union
 from jflash.numerics.logits import logits
-from jflash.numerics.online_softmax import Attended, Carry, attend_to, empty, finish, finite, merge
+from jflash.numerics.online_softmax import (
+    Attended,
+    Carry,
+    add_sink,
+    attend_to,
+    empty,
+    finish,
+    finite,
+    merge,
+    share_of_keys,
+)
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.numerics.varying import like
 from jflash.problem import Problem
+from jflash.scores import ScoreFunction
+
+
+class Arrays(NamedTuple):
+    """What a derivative may be asked of, or tangents of that.
+
+    Attributes:
+      q, k, v, bias, sinks: of the operands.
+      args: the floating point arrays of the score functions, one after the other.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    sinks: Array | None
+    args: tuple[Array, ...]
 
 
 class Blocks(NamedTuple):
@@ -42,72 +75,122 @@ class Blocks(NamedTuple):
       q: (rows, b, k, g, block_q, h).
       k, v: (columns, b, k, block_k, h or d).
       bias: (rows, columns, b, k, g, block_q, block_k), each axis possibly 1; or None.
+      args: of the score functions, not cut.
     """
 
     q: Array
     k: Array
     v: Array
     bias: Array | None
+    args: tuple[Array, ...]
+
+
+class Pairs(NamedTuple):
+    """The pairs of one tile.
+
+    Attributes:
+      q, k: (block_q, 1) and (block_k,), which queries and keys.
+      allowed: which of the pairs attend, (b, k, g, block_q, block_k), the first three possibly 1; None on FULL tiles.
+    """
+
+    q: Array
+    k: Array
+    allowed: Bool[Array, "..."] | None
 
 
 def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
     """Attention of one problem; see the top of this module."""
-    q, k, v, bias, mask = operands
-    return name_residuals(_attend(problem, tiles, mask, q, k, v, bias))
+    q, k, v, _, mask = operands
+    args, functions = _take_floats(operands.functions)
+    arrays = Arrays(q, k, v, operands.bias, operands.sinks, args)
+    attended = name_residuals(_attend(problem, tiles, (mask, functions), arrays))
+    if operands.sinks is None:
+        return attended
+    return Attended(attended.out, add_sink(attended.lse, operands.sinks[..., None]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(
-    problem: Problem, tiles: XlaTiles, mask: Mask, q: Array, k: Array, v: Array, bias: Array | None
+    problem: Problem, tiles: XlaTiles, static: tuple[Mask, tuple[ScoreFunction, ...]], arrays: Arrays
 ) -> Attended:
-    grid = _Grid(problem, tiles, mask)
+    """Out, and the lse of the keys alone, without the sinks."""
+    grid = _Grid(problem, tiles, *static)
+    sink = grid.split_sinks(arrays.sinks)
 
     def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
-        def column(carry: Carry, allowed: Array | None, block: Blocks) -> Carry:
-            s, value = grid.logits(allowed, block)
+        def column(carry: Carry, pairs: Pairs, block: Blocks) -> Carry:
+            s, value = grid.logits(pairs, block)
             return merge(carry, attend_to(s, lambda p: grid.weigh(p, value)))
 
         rows = sides[0].q.shape[:-1]
-        return finish(grid.fold(column, empty(rows, problem.Hv, grid.dtype), i, sides))
+        out, lse = finish(grid.fold(column, empty(rows, problem.Hv, grid.dtype), i, sides))
+        return out if sink is None else out * share_of_keys(lse, sink)[..., None], lse
 
-    return grid.join(*grid.map_rows(row, (grid.split(q, k, v, bias),)))
+    return grid.join(*grid.map_rows(row, (grid.split(arrays),)))
 
 
 @_attend.defjvp
 def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tuple) -> tuple[Attended, Attended]:
-    mask, *arrays = primals
-    _, *array_tangents = tangents
+    static, arrays = primals
+    _, array_tangents = tangents
     # Named here too: what the derivative uses must be the value that a policy of jax.checkpoint saves.
-    attended = name_residuals(_attend(problem, tiles, mask, *arrays))
-    grid = _Grid(problem, tiles, mask)
+    attended = name_residuals(_attend(problem, tiles, static, arrays))
+    grid = _Grid(problem, tiles, *static)
+    sink, d_sink = grid.split_sinks(arrays.sinks), grid.split_sinks(array_tangents.sinks)
 
     def row(i: Array, sides: tuple[Blocks, Blocks], result: tuple[Array, Array]) -> tuple[Array, Array]:
         out, lse = result
         shift = finite(lse)[..., None]
 
-        def column(
-            sums: tuple[Array, Array], allowed: Array | None, block: Blocks, tangent: Blocks
-        ) -> tuple[Array, Array]:
-            (s, value), (ds, d_value) = jax.jvp(functools.partial(grid.logits, allowed), (block,), (tangent,))
+        def column(sums: tuple[Array, Array], pairs: Pairs, block: Blocks, tangent: Blocks) -> tuple[Array, Array]:
+            (s, value), (ds, d_value) = jax.jvp(functools.partial(grid.logits, pairs), (block,), (tangent,))
             p = jnp.exp(s - shift)
             d_lse, d_acc = sums
             return d_lse + (p * ds).sum(-1), d_acc + grid.weigh(p * ds, value) + grid.weigh(p, d_value)
 
         d_lse, d_acc = grid.fold(column, (jnp.zeros_like(lse), jnp.zeros_like(out)), i, sides)
+        d_total = d_lse
+        if sink is not None:
+            d_acc = d_acc * share_of_keys(lse, sink)[..., None]
+            sink_of_rows, d_sink_of_rows = (jnp.broadcast_to(x, lse.shape) for x in (sink, d_sink))
+            _, d_total = jax.jvp(add_sink, (lse, sink_of_rows), (d_lse, d_sink_of_rows))
         dead = lse == -jnp.inf
-        d_out = jnp.where(dead[..., None], 0, d_acc - out * d_lse[..., None])
+        d_out = jnp.where(dead[..., None], 0, d_acc - out * d_total[..., None])
         return d_out, jnp.where(dead, 0, d_lse)
 
-    sides = grid.split(*arrays), grid.split(*array_tangents)
+    sides = grid.split(arrays), grid.split(array_tangents)
     return attended, grid.join(*grid.map_rows(row, sides, grid.split_result(attended)))
+
+
+def _take_floats(functions: tuple[ScoreFunction, ...]) -> tuple[tuple[Array, ...], tuple[ScoreFunction, ...]]:
+    """The floating point arrays of the functions, and the functions with None in their places."""
+    is_float = [[jnp.issubdtype(array.dtype, jnp.floating) for array in function.arrays] for function in functions]
+    args = tuple(
+        array for function, own in zip(functions, is_float) for array, taken in zip(function.arrays, own) if taken
+    )
+    rest = (
+        dataclasses.replace(
+            function, arrays=tuple(None if taken else array for array, taken in zip(function.arrays, own))
+        )
+        for function, own in zip(functions, is_float)
+    )
+    return args, tuple(rest)
+
+
+def _put_floats(functions: tuple[ScoreFunction, ...], args: tuple[Array, ...]) -> Iterator[ScoreFunction]:
+    """The functions with their floating point arrays; the opposite of `_take_floats`."""
+    remaining = iter(args)
+    for function in functions:
+        arrays = tuple(next(remaining) if array is None else array for array in function.arrays)
+        yield dataclasses.replace(function, arrays=arrays)
 
 
 class _Grid:
     """The tiles of one problem: how arrays are cut into them, and how a function is carried over the visited ones."""
 
-    def __init__(self, problem: Problem, tiles: XlaTiles, mask: Mask):
+    def __init__(self, problem: Problem, tiles: XlaTiles, mask: Mask, functions: tuple[ScoreFunction, ...]):
         self.dtype = compute_dtype(problem.dtype)
-        self._problem, self._tiles, self._mask = problem, tiles, mask
+        self._problem, self._tiles, self._mask, self._functions = problem, tiles, mask, functions
         self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.dtype))
 
         tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=tiles.block_q, block_k=tiles.block_k)
@@ -128,14 +211,19 @@ class _Grid:
 
     # Cutting and joining ----------------------------------------------------------------------------------------------
 
-    def split(self, q: Array, k: Array, v: Array, bias: Array | None) -> Blocks:
+    def split(self, arrays: Arrays) -> Blocks:
         """Cuts operands, or tangents of operands, into blocks of the dtype computed in."""
         return Blocks(
-            q=self._split_rows(q.astype(self.dtype)),
-            k=self._split_columns(k.astype(self.dtype)),
-            v=self._split_columns(v.astype(self.dtype)),
-            bias=None if bias is None else self._split_bias(bias),
+            q=self._split_rows(arrays.q.astype(self.dtype)),
+            k=self._split_columns(arrays.k.astype(self.dtype)),
+            v=self._split_columns(arrays.v.astype(self.dtype)),
+            bias=None if arrays.bias is None else self._split_bias(arrays.bias),
+            args=arrays.args,
         )
+
+    def split_sinks(self, sinks: Array | None) -> Array | None:
+        """Sinks, or tangents of sinks, against the rows of queries (b, k, g, block_q)."""
+        return None if sinks is None else self._by_head(sinks, "BN")[..., 0]
 
     def split_result(self, attended: Attended) -> tuple[Array, Array]:
         """Cuts out and lse into the blocks of the rows: (rows, b, k, g, block_q, d) and the same without d."""
@@ -179,6 +267,11 @@ class _Grid:
         x = x.reshape(B, K, group, rows, block_q, columns, block_k)
         return x.transpose(3, 5, 0, 1, 2, 4, 6)
 
+    def _by_head(self, x: Array, axes: str) -> Array:
+        """What has axes B, or B and N, against a tile (b, k, g, block_q, block_k), with each axis possibly 1."""
+        K, group = (self._problem.K, self._problem.group) if axes == "BN" and x.shape[1] > 1 else (1, 1)
+        return x.reshape(x.shape[0], K, group, 1, 1)
+
     # Over rows and columns --------------------------------------------------------------------------------------------
 
     def map_rows(self, function: Callable, sides: tuple[Blocks, ...], per_row: Any = ()) -> Any:
@@ -199,10 +292,7 @@ class _Grid:
         return lax.map(jax.checkpoint(row, prevent_cse=False), (index, q_blocks, biases, per_row))
 
     def fold(self, function: Callable, init: Any, i: Array, sides: tuple[Blocks, ...]) -> Any:
-        """Carries `function(carry, allowed, *blocks of a tile)` over the tiles that row i visits.
-
-        `allowed` is None on FULL tiles.
-        """
+        """Carries `function(carry, pairs, *blocks of a tile)` over the tiles that row i visits."""
         by_column = [side.bias is not None and side.bias.shape[0] == self._columns for side in sides]
         columns = [(side.k, side.v, side.bias if by_column_ else None) for side, by_column_ in zip(sides, by_column)]
         column = jnp.arange(self._columns, dtype=jnp.int32)
@@ -213,28 +303,29 @@ class _Grid:
         def step(carry, xs):
             j, kind, blocks = xs
             tile = [
-                Blocks(side.q, k, v, bias if by_column_ else _first(side.bias))
+                Blocks(side.q, k, v, bias if by_column_ else _first(side.bias), side.args)
                 for side, (k, v, bias), by_column_ in zip(sides, blocks, by_column)
             ]
             branches = {
                 TileKind.EMPTY: lambda carry: carry,
-                TileKind.PARTIAL: lambda carry: function(carry, self._allowed(i, j), *tile),
-                TileKind.FULL: lambda carry: function(carry, None, *tile),
+                TileKind.PARTIAL: lambda carry: function(carry, self._pairs(i, j, is_full=False), *tile),
+                TileKind.FULL: lambda carry: function(carry, self._pairs(i, j, is_full=True), *tile),
             }
             possible = [branches[kind] for kind in self._possible_kinds]
             which = jnp.searchsorted(jnp.asarray(self._possible_kinds, jnp.int8), kind)
             return lax.switch(which, possible, carry), None
 
-        init = like(init, (sides, self._mask))
+        init = like(init, (sides, self._mask, self._functions))
         kinds = jnp.asarray(self._kind)[i]
         carry, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), init, (column, kinds, columns))
         return carry
 
     # On one tile ------------------------------------------------------------------------------------------------------
 
-    def logits(self, allowed: Bool[Array, "..."] | None, tile: Blocks) -> tuple[Array, Array]:
+    def logits(self, pairs: Pairs, tile: Blocks) -> tuple[Array, Array]:
         """The logits of a tile, (b, k, g, block_q, block_k), and its values."""
-        q, k, v, bias = tile
+        q, k, v, bias, args = tile
+        allowed = pairs.allowed
         if allowed is not None:
             # Whoever sees nothing in this tile may hold anything, NaN too: 0 times that must not reach a sum.
             q = jnp.where(allowed.any(4)[..., None], q, 0)
@@ -242,21 +333,33 @@ class _Grid:
             k, v = jnp.where(live_key, k, 0), jnp.where(live_key, v, 0)
         qk = self._einsum("bkgth,bksh->bkgts", q, k)
         bias = None if bias is None else bias.astype(self.dtype)
+        functions = tuple(_put_floats(self._functions, args))
+
+        def steps(s: Array, counts: Array | None) -> Array:
+            for function in functions:
+                s = function.apply(s, pairs.q, pairs.k, allowed=counts, place=self._by_head)
+            return s
+
         problem = self._problem
-        return logits(qk, scale=problem.scale, bias=bias, cap=problem.softcap, allowed=allowed), v
+        s = logits(
+            qk, scale=problem.scale, bias=bias, cap=problem.softcap, steps=steps if functions else None, allowed=allowed
+        )
+        return s, v
 
     def weigh(self, p: Array, v: Array) -> Array:
         """The sum of values of a tile, weighted for each query."""
         return self._einsum("bkgts,bksd->bkgtd", p, v)
 
-    def _allowed(self, i: Array, j: Array) -> Bool[Array, "..."]:
-        """Which pairs of tile (i, j) attend: (b, k, g, block_q, block_k), the first three possibly 1."""
+    def _pairs(self, i: Array, j: Array, *, is_full: bool) -> Pairs:
+        """The pairs of tile (i, j)."""
         tiles, problem = self._tiles, self._problem
         t = (i * tiles.block_q + jnp.arange(tiles.block_q, dtype=jnp.int32))[:, None]
         s = j * tiles.block_k + jnp.arange(tiles.block_k, dtype=jnp.int32)
+        if is_full:
+            return Pairs(t, s, None)
         values = [_at(_at(value, i), j) for value in self._mask_values]
         allowed = self._mask.evaluate(t, s, *values) & (t < problem.T) & (s < problem.S)
-        return allowed.reshape((1,) * (5 - allowed.ndim) + allowed.shape)
+        return Pairs(t, s, allowed.reshape((1,) * (5 - allowed.ndim) + allowed.shape))
 
 
 @jax.custom_batching.custom_vmap

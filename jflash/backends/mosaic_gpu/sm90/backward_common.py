@@ -18,6 +18,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jflash.backends.mosaic_gpu.primitives import (
@@ -36,7 +37,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     smem_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
-from jflash.backends.mosaic_gpu.visits import TileVisits, Visits
+from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.varying import result_struct
@@ -137,7 +138,7 @@ class BackwardKernel(abc.ABC):
         """
         problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
         q_stages, do_stages = self.q_stages, self.do_stages
-        query_ids = jnp.arange(self.block_q, dtype=jnp.int32)
+        query_ids = np.arange(self.block_q, dtype=np.int32)
         dq_refs = (dq_ref,) if self.with_dq else ()
 
         def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
@@ -184,8 +185,10 @@ class BackwardKernel(abc.ABC):
         return dk, dv
 
     def _block(self, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
-        index, rows = lax.axis_index("block"), i32(self.visits.rows)
-        tile, head = lax.rem(index, rows), lax.div(index, rows)
+        rows, heads = self.visits.rows, self.problem.B * self.problem.K
+        place = {"rows": rows, "heads": heads, "head_group": self.tiles.head_group}
+        head, row = head_and_row(lax.axis_index("block"), **place)
+        tile = rows - 1 - row  # Of a causal mask the first keys have most queries.
         b, kv_head = lax.div(head, i32(self.problem.K)), lax.rem(head, i32(self.problem.K))
         visits = self.visits.of_row(mask_refs, b=b, row=tile, part=i32(0))
         steps = Steps(visits, group=self.problem.group)

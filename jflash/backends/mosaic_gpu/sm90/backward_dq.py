@@ -18,6 +18,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -80,7 +81,7 @@ class _Dq:
     def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array) -> jax.Array:
         problem, tiles = self.problem, self.tiles
         dtype, warpgroups, barrier = problem.dtype, tiles.warpgroups, plgpu.Barrier
-        column_ids = jnp.arange(self.block_k, dtype=jnp.int32)
+        column_ids = np.arange(self.block_k, dtype=np.int32)
 
         def kernel(q_g, k_g, v_g, d_out_g, start_g, d_start_g, ids_g, *refs):
             mask_refs, refs = self.visits.take(refs)

@@ -17,11 +17,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Array, Float
 
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
+    CHUNK,
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
     LOG2_E,
@@ -44,7 +47,7 @@ from jflash.backends.protocol import Operands
 from jflash.errors import ArgumentError
 from jflash.masks.live import zero_dead_keys
 from jflash.masks.tile_map import TileMap
-from jflash.numerics.online_softmax import Attended
+from jflash.numerics.online_softmax import Attended, Carry, finish, finite
 from jflash.numerics.varying import like, result_struct
 from jflash.problem import Problem
 
@@ -63,8 +66,22 @@ def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attende
     # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         out, lse = _Forward(problem, tiles, operands)(q, k, v)
+        if tiles.forward.splits > 1:
+            out, lse = _merged(problem, out, lse)
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(Attended(out, lse[..., : problem.T]), operands)
+
+
+def _merged(
+    problem: Problem, out: Float[Array, "splits B N padded_T padded_Hv"], lse: Float[Array, "splits B N padded_T"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N padded_T"]]:
+    """Out and lse of all keys from those of each split, where a split without keys has an lse and nothing else."""
+    m = lse.max(0)
+    weight = jnp.exp(lse - finite(m))
+    out = jnp.where(lse[..., None] > -jnp.inf, out, 0)
+    # As keys, each with its lse for a logit and its out for a value.
+    out, lse = finish(Carry(m, weight.sum(0), (weight[..., None] * out).sum(0)))
+    return out[..., : problem.T, : problem.Hv].swapaxes(1, 2).astype(problem.dtype), lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +91,7 @@ class _Tile:
     Attributes:
       b, n, q_at: batch row, query head, first query.
       visits: which tiles of keys.
+      split: which of the splits of its keys.
       number: rows that the block had before.
       start: steps that the block took before.
     """
@@ -82,6 +100,7 @@ class _Tile:
     n: Any
     q_at: Any
     visits: Visits
+    split: Any
     number: Any
     start: Any
 
@@ -107,7 +126,7 @@ class _Forward:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
-        column_ids = jnp.arange(_MASK_COLUMNS, dtype=jnp.int32)
+        column_ids = np.arange(_MASK_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
@@ -115,14 +134,20 @@ class _Forward:
             mask_refs, (out_g, lse_g) = self.visits.take(refs)
             self._body((q_g, k_g, v_g, ids_g), mask_refs, out_g, lse_g, types.SimpleNamespace(**scratch))
 
+        # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
+        lse_shape = (problem.B, problem.N, self.visits.rows * self.block_q)
+        out_type = [
+            result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
+            result_struct(lse_shape, jnp.float32, self.operands),
+        ]
+        if tiles.splits > 1:
+            shapes = (tiles.splits, *lse_shape, self.vo.chunks * CHUNK), (tiles.splits, *lse_shape)
+            out_type = [result_struct(shape, jnp.float32, self.operands) for shape in shapes]
+
         out, lse = hopper_kernel(
             kernel,
             tiles=tiles,
-            out_type=[
-                result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
-                # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
-                result_struct((problem.B, problem.N, self.visits.rows * self.block_q), jnp.float32, self.operands),
-            ],
+            out_type=out_type,
             blocks=self.blocks,
             warpgroups=warpgroups,
             reduces=True,
@@ -163,7 +188,12 @@ class _Forward:
 
             def compute(place, number, start):
                 tile = tile_at(place, number, start)
-                self._compute(tile, mask_refs, out_g, lse_g, s, warpgroup)
+                compute_tile = functools.partial(self._compute, tile, mask_refs, out_g, lse_g, s, warpgroup)
+                if self.tiles.splits == 1:
+                    compute_tile()
+                else:
+                    pl.when(tile.visits.count > 0)(compute_tile)
+                    pl.when(tile.visits.count == 0)(lambda: self._store_nothing(tile, lse_g, warpgroup))
                 return tile.visits.count
 
             self._each_tile(compute)
@@ -177,7 +207,8 @@ class _Forward:
 
             def load(place, number, start):
                 tile = tile_at(place, number, start)
-                self._load(tile, q_g, k_g, v_g, s)
+                load_tile = functools.partial(self._load, tile, q_g, k_g, v_g, s)
+                load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 
             tiles, steps = self._each_tile(load)
@@ -201,8 +232,8 @@ class _Forward:
 
     @property
     def tile_count(self) -> int:
-        """Rows of tiles of all heads."""
-        return self.problem.B * self.problem.N * self.visits.rows
+        """Rows of tiles of all heads, each as often as its keys are split."""
+        return self.problem.B * self.problem.N * self.visits.rows * self.tiles.splits
 
     def _each_tile(self, body: Callable[[Any, Any, Any], Any]) -> tuple[Any, Any]:
         """Runs `body` for each row of tiles of this block, one after the other.
@@ -218,10 +249,14 @@ class _Forward:
 
     def _tile(self, mask_refs, part, place, number, start) -> "_Tile":
         heads = {"heads": self.problem.B * self.problem.N, "head_group": self.tiles.head_group}
-        head, row = head_and_row(place, rows=self.visits.rows, **heads)
+        splits = self.tiles.splits
+        head, row = head_and_row(lax.div(place, i32(splits)), rows=self.visits.rows, **heads)
         b, n = lax.div(head, i32(self.problem.N)), lax.rem(head, i32(self.problem.N))
-        visits = self.visits.of_row(mask_refs, b=b, row=row, part=part)
-        return _Tile(b, n, row * self.block_q, visits, number, start)
+        visits, split = self.visits.of_row(mask_refs, b=b, row=row, part=part), i32(0)
+        if splits > 1:
+            split = lax.rem(place, i32(splits))
+            visits = visits.split(split, splits)
+        return _Tile(b, n, row * self.block_q, visits, split, number, start)
 
     def _q_slot(self, warpgroup: Any, number: Any) -> Any:
         """Where the Q of a warpgroup lies, for the row of tiles of this number."""
@@ -269,15 +304,25 @@ class _Forward:
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
         o, m, l = pl.run_scoped(functools.partial(self._attend, tile, mask, q_mma, slot, s), *accumulators)
 
+        is_dead = l == 0
+        inverse = jnp.where(is_dead, 0, 1 / l)
+        out = [part_of_o * along_rows(inverse, part_of_o.shape) for part_of_o in o]
+        lse = jnp.where(is_dead, -jnp.inf, finite(m) * self.problem.scale + jnp.log(l))
+        if self.tiles.splits > 1:
+            # In float32, for which the place of Q has no room: out is rounded once, when it is merged.
+            for piece, x in enumerate(out):
+                columns = pl.ds(piece * self.vo.width, self.vo.width)
+                out_g[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS), columns] = x
+            lse_g[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)] = lse
+            return
+
         if self.qk != self.vo:
             # Rows of out are not as long as those of Q, so that they lie over the Q of other warpgroups too.
             plgpu.barrier_arrive(s.q_read)
             plgpu.barrier_wait(s.q_read)
-        is_dead = l == 0
-        inverse = jnp.where(is_dead, 0, 1 / l)
-        for piece, part_of_o in enumerate(o):
-            out_mma[slot, piece] = (part_of_o * along_rows(inverse, part_of_o.shape)).astype(out_g.dtype)
-        s.lse[warpgroup] = jnp.where(is_dead, -jnp.inf, _shift(m) * self.problem.scale + jnp.log(l))
+        for piece, x in enumerate(out):
+            out_mma[slot, piece] = x.astype(out_g.dtype)
+        s.lse[warpgroup] = lse
         plgpu.commit_smem()
 
         # Also past the last query: out is clipped there, and lse has room.
@@ -287,6 +332,12 @@ class _Forward:
         if self.tiles.q_stages > 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(s.q_free.at[slot])
+
+    def _store_nothing(self, tile: "_Tile", lse_g, warpgroup) -> None:
+        """What a split without keys gives."""
+        queries = pl.ds(tile.q_at + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        nothing = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
+        lse_g[tile.split, tile.b, tile.n, queries] = plgpu.layout_cast(nothing, BY_ROW)
 
     def _attend(self, tile: "_Tile", mask, q, q_slot, s: types.SimpleNamespace, *o_refs):
         """The pieces of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
@@ -364,7 +415,7 @@ class _Forward:
         rescale = any_row(m_new > m + _RESCALE_LOG2 / self.logit_scale_log2, inline_ptx=self.inline_ptx)
 
         def grown():
-            return m_new, jnp.exp2((m - _shift(m_new)) * self.logit_scale_log2)
+            return m_new, jnp.exp2((m - finite(m_new)) * self.logit_scale_log2)
 
         def same():
             return m, plgpu.layout_cast(jnp.ones(m.shape, jnp.float32), BY_ROW)
@@ -375,7 +426,7 @@ class _Forward:
 
     def _weights(self, s, m):
         """p = exp(scale · (s - m)), one FFMA and one MUFU an element; and its sums in each thread, (rows, 8)."""
-        p = jnp.exp2(s * self.logit_scale_log2 - along_rows(_shift(m) * self.logit_scale_log2, s.shape))
+        p = jnp.exp2(s * self.logit_scale_log2 - along_rows(finite(m) * self.logit_scale_log2, s.shape))
         # A thread holds two neighbours of every eight columns and sums its own; the sum over threads waits for the end.
         parts = [lax.slice(p, (0, at), (WARPGROUP_ROWS, at + 8)) for at in range(0, self.block_k, 8)]
         while len(parts) > 1:
@@ -402,8 +453,3 @@ class _Forward:
             return lax.concatenate([masked_part(s, at) for at in range(0, self.block_k, _MASK_COLUMNS)], 1)
 
         return lax.cond(tile.visits.is_partial(i, column), masked, lambda s: s, s)
-
-
-def _shift(m):
-    """The maximum to subtract: 0 where no key was seen, so that -inf - m is never NaN."""
-    return jnp.where(m == -jnp.inf, 0, m)

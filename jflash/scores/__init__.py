@@ -1,0 +1,7 @@
+"""What makes a logit of q·k besides scale, softcap and mask: bias, ALiBi, functions of the caller's, sinks."""
+
+from jflash.scores.build import score_functions as score_functions
+from jflash.scores.function import ScoreFunction as ScoreFunction
+from jflash.scores.function import score_function as score_function
+from jflash.scores.terms import ScoreTerms as ScoreTerms
+from jflash.scores.terms import per_head as per_head

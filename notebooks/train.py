@@ -71,7 +71,7 @@ class Config:
     kv_heads: int = 2
     dtype: str = "float32"
     remat: bool = False
-    steps: int = 300
+    steps: int = 200
     learning_rate: float = 3e-3
     seed: int = 0
 

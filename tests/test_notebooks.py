@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -134,6 +135,7 @@ def test_links_lead_somewhere(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_those_of_a_fresh_run(name):
     """In a process of its own: the kernel's sockets and event loop are not those of the tests."""
@@ -178,12 +180,11 @@ def test_a_notebook_that_fails_or_is_stale_fails_the_check(tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def collection():
-    """The mask functions of the gallery, from the cells that define them."""
-    gallery = notebooks.read("masks_gallery")
+    """The masks and scores of the gallery, from the cells that define them."""
     namespace: dict[str, object] = {}
     exec("import jax.numpy as jnp\nimport numpy as np\nfrom jflash.masks import *", namespace)
-    for cell in notebooks.code_cells(gallery):
-        if "masks" in cell.metadata.get("tags", []):
+    for cell in notebooks.code_cells(notebooks.read("masks_gallery")):
+        if {"masks", "scores"} & set(cell.metadata.get("tags", [])):
             exec(cell.source, namespace)
     return namespace
 
@@ -228,6 +229,45 @@ def test_masks_of_the_collection(collection, name, sees):
     found = jflash.flash_attention(q, k, v, mask=mask)
     truth = jflash.flash_attention(q, k, v, mask=jflash.masks.Dense(wanted), backend="reference")
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-5)
+
+
+def t5_bucket(distance: int) -> int:
+    """The formula of T5 for one direction, a distance at a time."""
+    if distance < 16:
+        return distance
+    return min(31, 16 + int(math.log(distance / 16) / math.log(128 / 16) * 16))
+
+
+# What each score of the gallery makes of the logit s of head n at a distance, with its array.
+SCORES = {
+    "T5 bias": lambda s, n, distance, table: s + table[n][t5_bucket(distance)],
+    "relative bias": lambda s, n, distance, table: s + table[distance + 199],
+    "ALiBi": lambda s, n, distance, slopes: s - slopes[n] * distance,
+    "softcap": lambda s, n, distance, cap: cap * math.tanh(s / cap),
+    "tanh": lambda s, n, distance, _: 20 * math.tanh(s / 20),
+    "sinks": lambda s, n, distance, _: s,
+}
+
+
+def test_every_score_of_the_collection_is_checked(collection):
+    assert collection["SCORES"].keys() == SCORES.keys()
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_of_the_collection(collection, name):
+    """Rows of causal attention, a pair at a time in float64."""
+    arguments = collection["SCORES"][name]
+    (array,) = arguments.get("score_args") or [
+        arguments.get("alibi_slopes", arguments.get("softcap", arguments.get("sinks")))
+    ]
+    # Large logits, so that what caps them shows.
+    q, k, v = (np.asarray(jax.random.normal(jax.random.key(i), (1, 200, 4, 8))) * c for i, c in enumerate((6, 2, 1)))
+    found = jflash.flash_attention(q, k, v, causal=True, **arguments)
+    for t, n in ((0, 1), (7, 3), (120, 2), (199, 0)):
+        logits = (k[0, :, n].astype(np.float64) @ q[0, t, n] / math.sqrt(8))[: t + 1]
+        weight = np.exp([SCORES[name](s, n, t - key, array) for key, s in enumerate(logits)])
+        total = weight.sum() + (np.exp(array[n]) if name == "sinks" else 0)
+        np.testing.assert_allclose(found[0, t, n], weight @ v[0, : t + 1, n] / total, rtol=0, atol=2e-5)
 
 
 # The training script --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from traitlets.config import Config
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 VARIES = "varies"
-# Of one cell, twice what the longest takes on two busy cores.
-_CELL_SECONDS = 300
+# Of one cell: the training takes 60 s on two cores, and four times that where others use them.
+_CELL_SECONDS = 600
 # The mean difference of two pictures, of the range of a colour: fonts may be drawn a little differently elsewhere; a
 # curve that moved is above it.
 _PICTURE_TOLERANCE = 0.01

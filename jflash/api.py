@@ -25,7 +25,7 @@ from jflash.options import current_options
 from jflash.parallel.partition import over_explicit_mesh
 from jflash.plan import Explanation, check_backend_name, choose, explain_plan
 from jflash.problem import Problem, check_arrays, check_bias, real, terms_of
-from jflash.scores import ScoreTerms, per_head, score_functions
+from jflash.scores import ScoreTerms, dropout_of, per_head, score_functions
 from jflash.vjp import kernel_attention
 
 
@@ -44,6 +44,8 @@ def flash_attention(
     score_fn: Callable[..., Array] | None = None,
     score_args: tuple[Any, ...] = (),
     sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -55,7 +57,8 @@ def flash_attention(
 
         s = scale * (q · k) + bias,   then softcap * tanh(s / softcap),   then s - alibi_slope * |t + offset - key|,
         then score_fn(s, ...),   then -inf where the mask does not allow,
-        out = softmax(s) @ v,   where a sink adds exp(sink) to the sum of the softmax.
+        p = softmax(s), where a sink adds exp(sink) to the sum,   then dropout of p,
+        out = p @ v.
 
     The order of the sum is that of the online softmax (FlashAttention, arXiv:2205.14135, algorithm 1), the result is
     that of the formula. Logits and softmax are float32 whatever the inputs (float64 for float64); float32 inputs are
@@ -89,6 +92,10 @@ def flash_attention(
         captures may not. A value for each pair belongs into `bias`, which is read tile by tile.
       sinks: (N,) or (B, N), floating point: a logit per head that takes part in the softmax and in lse and has no value
         (StreamingLLM, arXiv:2309.17453; learned as in gpt-oss). It has a gradient; -inf is none.
+      dropout_rate: the part of the weights that is dropped, a Python number from 0 to below 1; the others grow by
+        1 / (1 - rate). lse is that without dropout.
+      dropout_key: a key of `jax.random`, typed or raw, of which and of the indices of batch row, head, query and key
+        alone it depends what is dropped: not on tiles, backend or devices. Give each layer and step one of its own.
       scale: factor of q · k, a Python float; None means 1 / sqrt(H).
       deterministic: gradients are bit-equal between runs of the compiled program, or the call raises.
       backend: "auto", or the name of one, which then runs or raises; see `jflash.explain`.
@@ -109,8 +116,9 @@ def flash_attention(
     """
     (out,) = _call(
         q, k, v, lse=False, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
-        softcap=softcap, alibi_slopes=alibi_slopes, score_fn=score_fn, score_args=score_args, sinks=sinks, scale=scale,
-        deterministic=deterministic, backend=backend, tiles=tiles,
+        softcap=softcap, alibi_slopes=alibi_slopes, score_fn=score_fn, score_args=score_args, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, scale=scale, deterministic=deterministic, backend=backend,
+        tiles=tiles,
     )  # fmt: skip
     return out
 
@@ -130,6 +138,8 @@ def flash_attention_with_lse(
     score_fn: Callable[..., Array] | None = None,
     score_args: tuple[Any, ...] = (),
     sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -156,7 +166,8 @@ def flash_attention_with_lse(
         *_call(
             q, k, v, lse=True, mask=mask, causal=causal, window=window, segment_ids=segment_ids, bias=bias,
             softcap=softcap, alibi_slopes=alibi_slopes, score_fn=score_fn, score_args=score_args, sinks=sinks,
-            scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
+            dropout_rate=dropout_rate, dropout_key=dropout_key, scale=scale, deterministic=deterministic,
+            backend=backend, tiles=tiles,
         )
     )  # fmt: skip
 
@@ -202,6 +213,8 @@ def flash_attention_varlen(
     score_fn: Callable[..., Array] | None = None,
     score_args: tuple[Any, ...] = (),
     sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
@@ -220,7 +233,8 @@ def flash_attention_varlen(
       alibi_slopes: as of `flash_attention`, by the distance of positions in a sequence, whose last query stands at its
         last key.
       score_fn: as of `flash_attention`, where q and k count all packed tokens, and b is 0.
-      softcap, score_args, sinks, scale, deterministic, backend, tiles: as of `flash_attention`.
+      softcap, score_args, sinks, dropout_rate, dropout_key, scale, deterministic, backend, tiles: as of
+        `flash_attention`.
 
     Returns:
       (T, N, Hv) in the dtype of q.
@@ -244,8 +258,8 @@ def flash_attention_varlen(
     positions = None if alibi_slopes is None else packed_positions(cu_seqlens_q, cu_seqlens_k, **lengths)
     (out,) = _call(
         q, k, v, lse=False, mask=mask, softcap=softcap, alibi_slopes=alibi_slopes, alibi_positions=positions,
-        score_fn=score_fn, score_args=score_args, sinks=sinks, scale=scale, deterministic=deterministic,
-        backend=backend, tiles=tiles,
+        score_fn=score_fn, score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        scale=scale, deterministic=deterministic, backend=backend, tiles=tiles,
     )  # fmt: skip
     return out
 
@@ -405,6 +419,8 @@ def _pose(
     score_fn: Any = None,
     score_args: Any = (),
     sinks: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
     scale: float | None = None,
     deterministic: bool = False,
 ) -> tuple[Problem, ScoreTerms | None, Mask]:
@@ -438,6 +454,7 @@ def _pose(
             alibi_slopes, bound if alibi_positions is None else alibi_positions, score_fn, score_args, **heads
         ),
         sinks=None if sinks is None else per_head("sinks", sinks, **heads),
+        dropout=dropout_of(dropout_rate, dropout_key, B=lengths["B"], N=N),
     )
     problem = Problem(
         B=lengths["B"], T=T, S=S, N=N, K=K, H=H, Hv=Hv,

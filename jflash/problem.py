@@ -39,6 +39,7 @@ class Problem:
       functions: the steps from logit to logit, a tuple of `ScoreFunction`, without the contents of their arrays; or
         None.
       sinks: shape (B or 1, N) and dtype of the sinks, or None.
+      dropout_rate: the part of the weights that is dropped; 0 for none.
       deterministic: the gradients must be bit-equal between runs of the compiled program.
       lse: the lse is part of the result, and differentiable; otherwise out alone is.
     """
@@ -57,6 +58,7 @@ class Problem:
     bias: tuple[tuple[int, ...], np.dtype] | None
     functions: Structure | None = None
     sinks: tuple[tuple[int, ...], np.dtype] | None = None
+    dropout_rate: float = 0.0
     deterministic: bool
     lse: bool
 
@@ -81,6 +83,8 @@ class Problem:
             parts += [f"score={function}" for function in self.functions.value]
         if self.sinks is not None:
             parts.append(f"sinks={self.sinks[1]}{list(self.sinks[0])}")
+        if self.dropout_rate:
+            parts.append(f"dropout={self.dropout_rate:g}")
         if self.deterministic:
             parts.append("deterministic")
         if self.lse:
@@ -94,11 +98,12 @@ def terms_of(terms: ScoreTerms | None) -> dict[str, Any]:
     def described(array: Any) -> tuple[tuple[int, ...], np.dtype] | None:
         return None if array is None else (tuple(array.shape), np.dtype(array.dtype))
 
-    bias, functions, sinks = terms or ScoreTerms()
+    bias, functions, sinks, dropout = terms or ScoreTerms()
     return {
         "bias": described(bias),
         "functions": Structure.of(functions) if functions else None,
         "sinks": described(sinks),
+        "dropout_rate": dropout.rate if dropout else 0.0,
     }
 
 

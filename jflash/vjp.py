@@ -57,7 +57,7 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip(gradients, operands))
     terms, sinks = None, operands.sinks
     if sinks is not None:
-        terms = ScoreTerms(bias=None, functions=None, sinks=sum_to(d_sinks(sinks, lse, delta), sinks))
+        terms = ScoreTerms(bias=None, functions=None, dropout=None, sinks=sum_to(d_sinks(sinks, lse, delta), sinks))
     return (Operands(q=dq, k=dk, v=dv, terms=terms, mask=None),)
 
 

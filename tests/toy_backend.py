@@ -25,6 +25,8 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
         return "the toy kernel has no gradient of a bias"
     if problem.functions is not None:
         return "the toy kernel runs no score function"
+    if problem.dropout_rate:
+        return "the toy kernel drops nothing out"
     if problem.dtype.itemsize > 4:
         return f"the toy kernel computes in float32, the inputs are {problem.dtype}"
     return None

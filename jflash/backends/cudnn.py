@@ -44,6 +44,8 @@ def _supports(problem: Problem, hardware: Hardware) -> str | None:
         return f"cuDNN's attention runs no score function, as {p.functions.value[0]} is one"
     if p.sinks is not None:
         return f"there are no sinks on this way to cuDNN's attention, they are {p.sinks[1]}{list(p.sinks[0])}"
+    if p.dropout_rate:
+        return f"cuDNN draws other random numbers, asked for is dropout_rate={p.dropout_rate:g}"
     if p.deterministic:
         return "nothing promises that cuDNN's gradients are bit-equal between runs, as deterministic=True asks"
     if p.Hv != p.H:

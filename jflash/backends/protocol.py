@@ -12,7 +12,7 @@ from jflash.hardware import Hardware
 from jflash.masks.mask import Mask, MaskStructure
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem, terms_of
-from jflash.scores import ScoreFunction, ScoreTerms
+from jflash.scores import Dropout, ScoreFunction, ScoreTerms
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 """Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
@@ -54,6 +54,11 @@ class Operands(NamedTuple):
         """A logit per head of a key without a value; or None."""
         return self.terms and self.terms.sinks
 
+    @property
+    def dropout(self) -> Dropout | None:
+        """Which weights are dropped; or None."""
+        return self.terms and self.terms.dropout
+
 
 def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Callable[..., Operands]]:
     """The arrays of the operands, a letter for each axis of each of them, and the function that puts them back."""
@@ -64,11 +69,18 @@ def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Cal
 
 
 class Gradients(NamedTuple):
-    """Cotangents of q, k and v, in their dtypes."""
+    """Cotangents of operands, in their shapes and dtypes.
+
+    Attributes:
+      q, k, v: of these.
+      functions: of the floating arrays of the functions, in their order. Of an array that all batch rows share, it is
+        the sum over those of the operands.
+    """
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
+    functions: tuple[Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

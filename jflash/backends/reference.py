@@ -52,7 +52,10 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
     nothing = total == 0
     total = jnp.where(nothing, 1, total)
-    out = jnp.einsum("bnts,bsnd->btnd", weight / total, v, precision=precision)
+    p = weight / total
+    if operands.dropout is not None:
+        p = operands.dropout.apply(p, t, s, place=_place)
+    out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
     out = jnp.where(dead[..., 0].swapaxes(1, 2)[..., None], 0, out)
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))[..., 0]
     return name_residuals(Attended(out.astype(problem.dtype), lse))
@@ -60,13 +63,13 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
 
 def _steps(functions: tuple[ScoreFunction, ...], t: Array, s: Array, score: Array, counts: Array | None) -> Array:
     """The score functions, one after the other, on logits (B, N, T, S)."""
-
-    def place(array: Array, axes: str) -> Array:
-        return array.reshape(*array.shape, *(1,) * (4 - len(axes)))
-
     for function in functions:
-        score = function.apply(score, t, s, allowed=counts, place=place)
+        score = function.apply(score, t, s, allowed=counts, place=_place)
     return score
+
+
+def _place(array: Array, axes: str) -> Array:
+    return array.reshape(*array.shape, *(1,) * (4 - len(axes)))
 
 
 def _supports(problem: Problem, hardware: Hardware) -> None:

@@ -1,6 +1,10 @@
-"""What makes a logit of q·k besides scale, softcap and mask: bias, ALiBi, functions of the caller's, sinks."""
+"""What makes a logit of q·k besides scale, softcap and mask: bias, ALiBi, functions of the caller's, sinks;
+and dropout of the weights.
+"""
 
 from jflash.scores.build import score_functions as score_functions
+from jflash.scores.dropout import Dropout as Dropout
+from jflash.scores.dropout import dropout_of as dropout_of
 from jflash.scores.function import ScoreFunction as ScoreFunction
 from jflash.scores.function import score_function as score_function
 from jflash.scores.terms import ScoreTerms as ScoreTerms

@@ -7,27 +7,32 @@ from jaxtyping import Array, Float
 
 from jflash.errors import ArgumentError, ShapeError
 from jflash.masks.arrays import is_array, reshaped
+from jflash.scores.dropout import Dropout
 from jflash.scores.function import ScoreFunction, floating
 
 
 class ScoreTerms(NamedTuple):
-    """What shapes the logits, each None or empty where the call has none.
+    """What shapes logits and weights, each None or empty where the call has none.
 
     Attributes:
       bias: each axis 1 or that of (B, N, T, S).
       functions: the steps after the softcap, in their order.
       sinks: (B or 1, N), a logit per head of a key without a value.
+      dropout: of the weights, after the softmax.
     """
 
     bias: Float[Array, "#B #N #T #S"] | None = None
     functions: tuple[ScoreFunction, ...] = ()
     sinks: Float[Array, "#B N"] | None = None
+    dropout: Dropout | None = None
 
     def axes(self) -> tuple[str, ...]:
         """A letter for each axis of each array, in the order of the leaves; `WHOLE` where each device has all of it."""
         of_bias = () if self.bias is None else ("BNTS",)
         of_sinks = () if self.sinks is None else ("BN",)
-        return (*of_bias, *(axes for function in self.functions for _, axes in function.leaves()), *of_sinks)
+        of_functions = (axes for function in self.functions for _, axes in function.leaves())
+        of_dropout = () if self.dropout is None else (axes for _, axes in self.dropout.leaves())
+        return (*of_bias, *of_functions, *of_sinks, *of_dropout)
 
 
 def per_head(name: str, array: Any, *, B: int, N: int, dtype: np.dtype) -> Any:

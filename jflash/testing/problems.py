@@ -1,5 +1,8 @@
 """A workload as a backend's functions see it, below the public calls: for tests and tools of kernels alone."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -16,21 +19,29 @@ def pose(workload: Workload, *, deterministic: bool = False) -> tuple[Problem, M
     """The problem of a workload, and its mask after `bind`."""
     w = workload
     mask = w.mask.bind(B=w.B, N=w.N, T=w.T, S=w.S)
-    heads = {"B": w.B, "N": w.N, "dtype": compute_dtype(np.dtype(w.dtype))}
-    bias, slopes, sinks = (
-        None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in ((w.bias, w.bias_dtype), (w.alibi_slopes, "float32"), (w.sinks, "float32"))
-    )
-    terms = ScoreTerms(
-        bias=bias,
-        functions=score_functions(slopes, mask, w.score_fn, w.score_args, **heads),
-        sinks=None if sinks is None else per_head("sinks", sinks, **heads),
-    )
+    terms = terms_with(w, mask, {})
     problem = Problem(
         B=w.B, T=w.T, S=w.S, N=w.N, K=w.K, H=w.H, Hv=w.Hv, dtype=np.dtype(w.dtype), scale=w.H**-0.5,
         softcap=w.softcap, mask=MaskStructure.of(mask), deterministic=deterministic, lse=True, **terms_of(terms),
     )  # fmt: skip
     return problem, mask
+
+
+def terms_with(workload: Workload, mask: Mask, learned: Mapping[str, Any]) -> ScoreTerms:
+    """The terms of a workload, with arrays of these names, as in `Inputs.learned`, or shapes in place of them."""
+    w = workload
+    heads = {"B": w.B, "N": w.N, "dtype": compute_dtype(np.dtype(w.dtype))}
+
+    def described(name: str, shape: tuple[int, ...] | None, dtype: str = "float32") -> Any:
+        return learned.get(name, None if shape is None else jax.ShapeDtypeStruct(shape, dtype))
+
+    slopes, sinks = described("alibi_slopes", w.alibi_slopes), described("sinks", w.sinks)
+    args = tuple(learned.get(f"score_arg_{i}", arg) for i, arg in enumerate(w.score_args))
+    return ScoreTerms(
+        bias=described("bias", w.bias, w.bias_dtype),
+        functions=score_functions(slopes, mask, w.score_fn, args, **heads),
+        sinks=None if sinks is None else per_head("sinks", sinks, **heads),
+    )
 
 
 def operand_shapes(problem: Problem) -> Operands:

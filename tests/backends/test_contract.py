@@ -141,7 +141,7 @@ def in_time(workload: Workload) -> Any:
     return pytest.param(workload, marks=[pytest.mark.slow] if is_slow else [])
 
 
-@pytest.mark.parametrize("workload", map(in_time, WORKLOADS), ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", [in_time(workload) for workload in WORKLOADS], ids=lambda workload: workload.name)
 def test_numbers_or_reason(workload, platform):
     for name, variant in VARIANTS.items():
         attention = attention_of(workload, backend=variant.backend, tiles=variant.tiles, lse=variant.lse)

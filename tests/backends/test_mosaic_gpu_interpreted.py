@@ -18,10 +18,11 @@ from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
 from jflash.backends.protocol import Operands
 from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
+from jflash.numerics.online_softmax import d_sinks
 from jflash.problem import Problem
 from jflash.testing.budget import measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
-from jflash.testing.problems import backward_shapes, operand_shapes, pose
+from jflash.testing.problems import backward_shapes, operand_shapes, pose, terms_with
 from jflash.testing.workloads import Workload
 
 H200 = hardware.named("h200")
@@ -44,6 +45,16 @@ UNSORTED = np.random.default_rng(0).integers(0, 3, (2, 233), np.int32)
 # First and last keys of 90 queries, and a parent for each.
 RANGES = *np.sort(UNSORTED[:, :90] * 40 + np.arange(90), axis=0).astype(np.int32), np.arange(90) // 3 - 1
 
+
+def steeper(s, b, n, q, k, rate):
+    """NaN above the diagonal and infinite on it."""
+    return s * (1 + (n % 2).astype(s.dtype) / 8) - rate * jnp.log((q - k).astype(s.dtype))
+
+
+def capped_here_and_there(s, b, n, q, k, limit, is_on):
+    return jnp.where((q + k + b) % 5 == 0, -jnp.inf, jnp.where(is_on & (k // 7 > 3), limit * jnp.tanh(s / limit), s))
+
+
 # Together they have every kind of mask, of head dims and of lengths, of which multiples of 8 take one form of `Pieces`
 # and all others another. Interpretation takes about half a second for each block of threads: these have one to four.
 WORKLOADS = [
@@ -65,6 +76,35 @@ WORKLOADS = [
     workload("wide", mask=Causal(), T=128, S=136, H=256),
     workload("wide_odd", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1, :129]), T=70, S=129, N=2, H=192, Hv=128),
     workload("float16", dtype="float16", mask=Causal(), T=72, N=4, K=2),
+    workload("softcap", softcap=2.5, T=70, S=150),
+    workload(
+        "alibi_and_sinks", alibi_slopes=(2, 4), sinks=(4,), mask=Causal(offset=20), B=2, T=90, S=150, N=4, K=2, H=128
+    ),
+    workload("score", score_fn=steeper, score_args=(np.float32(0.3),), mask=Causal(offset=-1), T=140, H=96, Hv=64),
+    workload(
+        "score_and_segments",
+        score_fn=capped_here_and_there,
+        score_args=(np.float32(1.7), np.bool_(True)),
+        softcap=3.0,
+        alibi_slopes=(2,),
+        sinks=(2,),
+        mask=Segments(UNSORTED[:1, :61], UNSORTED[:1]),
+        T=61,
+        S=233,
+        N=2,
+    ),
+    workload(
+        "score_wide",
+        score_fn=steeper,
+        score_args=(np.float32(0.3),),
+        alibi_slopes=(2,),
+        mask=Causal(offset=-1),
+        T=72,
+        S=133,
+        N=2,
+        H=136,
+        Hv=200,
+    ),
     workload("float16_wide_odd", dtype="float16", T=67, S=129, H=136, Hv=200),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
@@ -78,8 +118,11 @@ FAST = (
     "or_and",
     "wide_odd",
     "ranges_and_trees",
+    "alibi_and_sinks",
+    "score",
+    "score_wide",
 )
-FAST_IN_TWO = ("full", "offset_per_row", "window")
+FAST_IN_TWO = ("full", "offset_per_row", "window", "score")
 
 
 def cases(fast: tuple[str, ...]) -> list[Any]:
@@ -98,16 +141,24 @@ def delta_of(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
 
 
 def both_passes(w: Workload, tiles: mosaic_gpu.HopperTiles, *, deterministic: bool = False):
-    """The function of q, k, v, mask, d_out and d_lse that gives out, lse and the gradients, kernel after kernel."""
+    """The function of operands, d_out and d_lse that gives out, lse and the gradients, kernel after kernel."""
     problem, _ = pose(w, deterministic=deterministic)
 
-    def run(q, k, v, mask, d_out, d_lse):
-        operands = Operands(q, k, v, None, mask)
+    def run(operands, d_out, d_lse):
         out, lse = mosaic_gpu.forward(problem, tiles, operands)
-        gradients = mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta_of(out, d_out, d_lse))
-        return out, lse, *gradients
+        delta = delta_of(out, d_out, d_lse)
+        *gradients, of_functions = mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta)
+        of_sinks = () if operands.sinks is None else (d_sinks(operands.sinks, lse, delta),)
+        return out, lse, *gradients, *of_functions, *of_sinks
 
     return run
+
+
+def results_of(w: Workload) -> tuple[str, ...]:
+    """The names of what `both_passes` gives."""
+    functions = ("alibi_slopes",) * (w.alibi_slopes is not None)
+    functions += tuple(f"score_arg_{i}" for i, arg in enumerate(w.score_args) if arg.dtype == np.float32)
+    return *RESULTS, *(f"d{name}" for name in (*functions, *("sinks",) * (w.sinks is not None)))
 
 
 @functools.cache
@@ -118,15 +169,18 @@ def oracle(w: Workload) -> tuple:
 
 def assert_within_budget(w: Workload, found: tuple, names: tuple[str, ...] = RESULTS) -> None:
     _, truth, plain = oracle(w)
-    results = {name: np.asarray(array, np.float64) for name, array in zip(names, found, strict=True)}
     truth, plain = ({name: each[name] for name in names} for each in (truth, plain))
+    results = {
+        name: np.asarray(array, np.float64).reshape(truth[name].shape) for name, array in zip(names, found, strict=True)
+    }
     rows = measure(results, truth=truth, plain=plain, dtype=w.dtype)
     assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
 
 
-def arrays_of(w: Workload) -> tuple:
-    """q, k, v, mask."""
-    return *oracle(w)[0][:3], jax.tree.map(jnp.asarray, pose(w)[1])
+def operands_of(w: Workload) -> Operands:
+    inputs, mask = oracle(w)[0], pose(w)[1]
+    terms = terms_with(w, mask, inputs.learned)
+    return jax.tree.map(jnp.asarray, Operands(*inputs[:3], terms if jax.tree.leaves(terms) else None, mask))
 
 
 def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[str, Any]) -> None:
@@ -134,7 +188,7 @@ def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[st
     tiles = interpretable(pose(w)[0], **changed)
     inputs = oracle(w)[0]
     run = both_passes(w, tiles, deterministic=deterministic)
-    assert_within_budget(w, interpret(run, *arrays_of(w), inputs.d_out, inputs.d_lse))
+    assert_within_budget(w, interpret(run, operands_of(w), inputs.d_out, inputs.d_lse), results_of(w))
 
 
 @pytest.mark.parametrize("workload", cases(FAST))
@@ -148,13 +202,15 @@ def test_deterministic_gradients_are_right_and_without_races(workload):
     problem, _ = pose(workload, deterministic=True)
     inputs, truth, _ = oracle(workload)
 
-    def run(q, k, v, mask, lse, d_out, delta):
-        return mosaic_gpu.backward(problem, interpretable(problem), Operands(q, k, v, None, mask), lse, d_out, delta)
+    def run(operands, lse, d_out, delta):
+        *gradients, of_functions = mosaic_gpu.backward(problem, interpretable(problem), operands, lse, d_out, delta)
+        return *gradients, *of_functions
 
     out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
     delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
-    found = interpret(run, *arrays_of(workload), lse, inputs.d_out, delta)
-    assert_within_budget(workload, tuple(found), RESULTS[2:])
+    found = interpret(run, operands_of(workload), lse, inputs.d_out, delta)
+    names = tuple(name for name in results_of(workload)[2:] if name != "dsinks")
+    assert_within_budget(workload, tuple(found), names)
 
 
 # Tiles that are no default, each on lengths that visit more tiles than there are stages.
@@ -164,6 +220,7 @@ SHARED_FORWARD = workload(
     "shared_forward", mask=Causal(offset=140) & Lengths(kv=np.array([300, 0], np.int32)), B=2, T=270, S=300, N=2
 )
 DOCUMENTS_FORWARD = workload("documents_forward", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1]), T=70, S=233, H=40)
+SINKS_FORWARD = workload("sinks_forward", mask=Causal(offset=-9), sinks=(2,), softcap=1.5, T=70, S=300, N=2)
 THREE_HEADS = workload("three_heads", mask=Causal(), T=150, N=3)
 FORWARD_TILES = [
     (FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 1}),
@@ -179,6 +236,7 @@ FORWARD_TILES = [
     (FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 3}),
     (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 4, "head_group": 2}),
     (DOCUMENTS_FORWARD, {"splits": 2}),
+    (SINKS_FORWARD, {"warpgroups": 1, "block_k": 64, "splits": 4}),
     # Three heads, as a device of a mesh may have them, where eight would stand side by side.
     (THREE_HEADS, {"warpgroups": 2, "block_k": 64, "head_group": 8}),
     (WIDE_FORWARD, {"block_k": 256, "stages": 1}),
@@ -206,10 +264,10 @@ def test_forward_tiles(workload, changed):
     problem, _ = pose(workload)
     tiles = interpretable(problem, forward=changed)
 
-    def run(q, k, v, mask):
-        return mosaic_gpu.forward(problem, tiles, Operands(q, k, v, None, mask))
+    def run(operands):
+        return mosaic_gpu.forward(problem, tiles, operands)
 
-    assert_within_budget(workload, tuple(interpret(run, *arrays_of(workload))), RESULTS[:2])
+    assert_within_budget(workload, tuple(interpret(run, operands_of(workload))), RESULTS[:2])
 
 
 @pytest.mark.parametrize(("workload", "changed"), BACKWARD_TILES, ids=described)
@@ -218,12 +276,12 @@ def test_backward_tiles(workload, changed):
     tiles = interpretable(problem, backward=changed)
     inputs, truth, _ = oracle(workload)
 
-    def run(q, k, v, mask, lse, d_out, delta):
-        return mosaic_gpu.backward(problem, tiles, Operands(q, k, v, None, mask), lse, d_out, delta)
+    def run(operands, lse, d_out, delta):
+        return mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta)[:3]
 
     out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
     delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
-    found = interpret(run, *arrays_of(workload), lse, inputs.d_out, delta)
+    found = interpret(run, operands_of(workload), lse, inputs.d_out, delta)
     assert_within_budget(workload, tuple(found), RESULTS[2:])
 
 
@@ -256,7 +314,7 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
     allowed = np.broadcast_to(np.asarray(mask.allowed(t, s, b=b)), (w.B, w.T, w.S))
     dead_key, dead_query = ~allowed.any(1), ~allowed.any(2)
     assert dead_key.any() and dead_query.any()
-    q, k, v, _, d_out, d_lse = random_inputs(w)
+    q, k, v, _, d_out, d_lse, _ = random_inputs(w)
     run = both_passes(w, interpretable(problem), deterministic=deterministic)
 
     def filled(array, dead, filling):
@@ -264,9 +322,9 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
 
     def results(filling):
         dead_row = filled(d_lse.swapaxes(1, 2)[..., None], dead_query, filling)[..., 0].swapaxes(1, 2)
-        operands = filled(q, dead_query, filling), filled(k, dead_key, filling), filled(v, dead_key, filling)
-        values = jax.tree.map(jnp.asarray, mask)
-        return interpret(run, *operands, values, filled(d_out, dead_query, filling), dead_row)
+        arrays = filled(q, dead_query, filling), filled(k, dead_key, filling), filled(v, dead_key, filling)
+        operands = Operands(*arrays, None, jax.tree.map(jnp.asarray, mask))
+        return interpret(run, operands, filled(d_out, dead_query, filling), dead_row)
 
     clean = results(0.0)
     out, lse, dq, dk, dv = map(np.asarray, clean)

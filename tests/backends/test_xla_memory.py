@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jflash import flash_attention
+from jflash.backends.xla import XlaTiles
 from jflash.masks import Causal, Full, Segments, SlidingWindow
 
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -53,6 +54,29 @@ def test_no_array_has_a_query_axis_and_a_key_axis(dtype):
     dense = jax.jit(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k))
     dense = dense.lower(*[jax.ShapeDtypeStruct((1, 512, 2, 8), dtype)] * 2)
     assert max(array_sizes(dense.compile().as_text()).values()) >= 512 * 512, "the check cannot see a T x S array"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("letters", ["TS", "NTS", "S", "BT"])
+def test_a_bias_gradient_needs_no_array_larger_than_itself(letters, dtype):
+    """What the bias is shared by, batch rows, heads, queries or keys, is summed tile by tile."""
+    sizes = {"B": 4, "N": 2, "T": 1024, "S": 1024}
+    block, H = 128, 16
+    bias = jax.ShapeDtypeStruct([size if axis in letters else 1 for axis, size in sizes.items()], dtype)
+    q = jax.ShapeDtypeStruct((sizes["B"], sizes["T"], sizes["N"], H), dtype)
+
+    def loss(q, k, v, bias):
+        tiles = XlaTiles(block_q=block, block_k=block)
+        return flash_attention(q, k, v, bias=bias, backend="xla", tiles=tiles).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, 3)).lower(q, q, q, bias).compile().as_text()
+    tile = sizes["B"] * sizes["N"] * block * block
+    largest = max(np.prod(bias.shape), np.prod(q.shape), tile)
+    assert largest < np.prod(list(sizes.values())) / 3
+    found = array_sizes(text)
+    assert max(found.values()) <= largest, max(found, key=found.get)
+    # Shared by several, it is summed in float32 before it is rounded.
+    assert dtype == "float32" or any(name.startswith("f32") and size == largest for name, size in found.items())
 
 
 def matmuls(text: str) -> int:

@@ -32,6 +32,8 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
         return f"its kernels do not take a score function yet, as {problem.functions.value[0]} is one"
     if problem.sinks is not None:
         return "its kernels do not take sinks yet"
+    if problem.dropout_rate:
+        return "its kernels do not drop weights out yet"
     if problem.scale <= 0:
         return (
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"

@@ -9,16 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflash.backends.mosaic_gpu.primitives import (
-    BY_COLUMN,
-    BY_ROW,
-    along_columns,
-    along_rows,
-    i32,
-    load_global,
-    row_ids,
-)
-from jflash.masks.mask import TileKind, Value
+from jflash.backends.mosaic_gpu.primitives import i32
+from jflash.backends.mosaic_gpu.tile_values import TileValues, tile_indices
+from jflash.masks.mask import TileKind
 from jflash.masks.tile_map import TileMap
 
 
@@ -57,10 +50,9 @@ class TileVisits:
         self._map, self._parts = tile_map, parts
         block = "block_k" if tile_map.transpose else "block_q"
         self._part_map = dataclasses.replace(tile_map, **{block: getattr(tile_map, block) // parts})
-        self._values = tile_map.mask.values()
-        self._blocks = {"T": tile_map.block_q, "S": tile_map.block_k}
+        self._values = TileValues(tile_map.mask.values(), tile_map)
         # What of `operands()` says which tiles to visit: the values, or the two arrays of the lists.
-        self._visit_count = len(self._values) if tile_map.form == "runs" else 2
+        self._visit_count = self._values.count if tile_map.form == "runs" else 2
         self.is_masked = not self._part_map.is_all_full
 
     @property
@@ -69,9 +61,10 @@ class TileVisits:
 
     def operands(self) -> tuple[jax.Array, ...]:
         """The arrays that a kernel needs of the mask, for `of_row` and for `allowed`."""
-        values = tuple(self._padded(value) for value in self._values)
+        values = self._values.operands()
         if self._map.form == "runs":
-            return tuple(jnp.asarray(value.expanded().reshape(-1), jnp.int32) for value in self._values) + values
+            rows = (value.expanded().reshape(-1) for value in self._map.mask.values())
+            return tuple(jnp.asarray(array, jnp.int32) for array in rows) + values
         lists = self._map.lists()
         partial = (jnp.asarray(lists.kind) != TileKind.FULL.value).astype(jnp.int32)
         entries = jnp.asarray(lists.column, jnp.int32) * 2 + partial
@@ -79,7 +72,7 @@ class TileVisits:
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._visit_count + len(self._values)
+        count = self._visit_count + self._values.count
         return refs[:count], refs[count:]
 
     def of_row(self, refs: tuple[Any, ...], *, b: Any, row: Any, part: Any) -> Visits:
@@ -115,44 +108,19 @@ class TileVisits:
 
         Args:
           refs: the `operands()` in global memory.
-          column_ids: 0, 1, ... for the columns, from shared memory: LLVM computes an iota outside of the loop, where it
-            takes registers that the kernels do not have.
+          column_ids: as of `tile_indices`.
           b: the batch row.
           q_at, k_at: the first query and the first key of the tile.
         """
-        row_at, column_at = (k_at, q_at) if self._map.transpose else (q_at, k_at)
-
-        def by_row(ref: Any) -> jax.Array:
-            return along_rows(load_global(ref, row_at, shape[0], layout=BY_ROW), shape)
-
-        def by_column(ref: Any) -> jax.Array:
-            return along_columns(load_global(ref, column_at, shape[1], layout=BY_COLUMN), shape)
-
-        sides = (row_ids(shape) + row_at, by_row), (along_columns(column_ids + column_at, shape), by_column)
-        (k, load_k), (q, load_q) = sides if self._map.transpose else sides[::-1]
-        loads = {"T": load_q, "S": load_k}
-        values = [self._value(value, ref, b, loads) for value, ref in zip(self._values, refs[self._visit_count :])]
+        place = {"q_at": q_at, "k_at": k_at, "shape": shape}
+        q, k = tile_indices(column_ids, **place, transpose=self._map.transpose)
+        values = self._values.on_tile(refs[self._visit_count :], b=b, n=None, **place)
         allowed = self._map.mask.evaluate(q, k, *values)
         if self._map.S % self._map.block_k:
             allowed &= k < self._map.S
         if self._map.T % self._map.block_q:
             allowed &= q < self._map.T
         return allowed
-
-    def _padded(self, value: Value) -> jax.Array:
-        """Up to whole tiles, so that a tile's part is in bounds."""
-        array = jnp.asarray(value.array, jnp.int32).reshape(value.array.shape or (1,))
-        length_axis = value.axes[-1:]
-        if length_axis in self._blocks and array.shape[-1] > 1:
-            array = jnp.pad(array, ((0, 0), (0, -array.shape[-1] % self._blocks[length_axis])))
-        return array
-
-    def _value(self, value: Value, ref: Any, b: Any, loads: dict[str, Callable[[Any], jax.Array]]) -> Any:
-        b = _row_of(ref, b)
-        length_axis = value.axes[-1:]
-        if length_axis in loads and ref.shape[-1] > 1:
-            return loads[length_axis](ref.at[b])
-        return ref[b, 0] if len(ref.shape) == 2 else ref[b]
 
 
 def _row_of(ref: Any, b: Any) -> Any:

@@ -12,9 +12,11 @@ the lse of the keys alone: with w the share of the keys, `share_of_keys`, and to
 
     d_out = w (sum (p · ds) v + sum p · dv) - out · d_total
 
-It is stated once, as a JVP rule: JAX transposes
-it to the backward pass of algorithm 2 there, and since the rule is itself plain JAX, differentiates it again as often
-as asked. `jax.checkpoint` around a row and around a tile keeps p from being stored.
+With dropout some p are 0 and the others larger wherever they weigh values, and in no other place.
+
+The tangent is stated once, as a JVP rule: JAX transposes it to the backward pass of algorithm 2 there, and since the
+rule is itself plain JAX, differentiates it again as often as asked. `jax.checkpoint` around a row and around a tile
+keeps p from being stored.
 """
 
 import dataclasses
@@ -47,7 +49,7 @@ from jflash.numerics.online_softmax import (
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.numerics.varying import like
 from jflash.problem import Problem
-from jflash.scores import ScoreFunction
+from jflash.scores import Dropout, ScoreFunction
 
 
 class Arrays(NamedTuple):
@@ -103,7 +105,7 @@ def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
     q, k, v, _, mask = operands
     args, functions = _take_floats(operands.functions)
     arrays = Arrays(q, k, v, operands.bias, operands.sinks, args)
-    attended = name_residuals(_attend(problem, tiles, (mask, functions), arrays))
+    attended = name_residuals(_attend(problem, tiles, (mask, functions, operands.dropout), arrays))
     if operands.sinks is None:
         return attended
     return Attended(attended.out, add_sink(attended.lse, operands.sinks[..., None]))
@@ -111,16 +113,19 @@ def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(
-    problem: Problem, tiles: XlaTiles, static: tuple[Mask, tuple[ScoreFunction, ...]], arrays: Arrays
+    problem: Problem,
+    tiles: XlaTiles,
+    fixed: tuple[Mask, tuple[ScoreFunction, ...], Dropout | None],
+    arrays: Arrays,
 ) -> Attended:
     """Out, and the lse of the keys alone, without the sinks."""
-    grid = _Grid(problem, tiles, *static)
+    grid = _Grid(problem, tiles, *fixed)
     sink = grid.split_sinks(arrays.sinks)
 
     def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
         def column(carry: Carry, pairs: Pairs, block: Blocks) -> Carry:
             s, value = grid.logits(pairs, block)
-            return merge(carry, attend_to(s, lambda p: grid.weigh(p, value)))
+            return merge(carry, attend_to(s, lambda p: grid.weigh(pairs, p, value)))
 
         rows = sides[0].q.shape[:-1]
         out, lse = finish(grid.fold(column, empty(rows, problem.Hv, grid.dtype), i, sides))
@@ -131,11 +136,11 @@ def _attend(
 
 @_attend.defjvp
 def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tuple) -> tuple[Attended, Attended]:
-    static, arrays = primals
+    fixed, arrays = primals
     _, array_tangents = tangents
     # Named here too: what the derivative uses must be the value that a policy of jax.checkpoint saves.
-    attended = name_residuals(_attend(problem, tiles, static, arrays))
-    grid = _Grid(problem, tiles, *static)
+    attended = name_residuals(_attend(problem, tiles, fixed, arrays))
+    grid = _Grid(problem, tiles, *fixed)
     sink, d_sink = grid.split_sinks(arrays.sinks), grid.split_sinks(array_tangents.sinks)
 
     def row(i: Array, sides: tuple[Blocks, Blocks], result: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -146,7 +151,7 @@ def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tup
             (s, value), (ds, d_value) = jax.jvp(functools.partial(grid.logits, pairs), (block,), (tangent,))
             p = jnp.exp(s - shift)
             d_lse, d_acc = sums
-            return d_lse + (p * ds).sum(-1), d_acc + grid.weigh(p * ds, value) + grid.weigh(p, d_value)
+            return d_lse + (p * ds).sum(-1), d_acc + grid.weigh(pairs, p * ds, value) + grid.weigh(pairs, p, d_value)
 
         d_lse, d_acc = grid.fold(column, (jnp.zeros_like(lse), jnp.zeros_like(out)), i, sides)
         d_total = d_lse
@@ -188,9 +193,17 @@ def _put_floats(functions: tuple[ScoreFunction, ...], args: tuple[Array, ...]) -
 class _Grid:
     """The tiles of one problem: how arrays are cut into them, and how a function is carried over the visited ones."""
 
-    def __init__(self, problem: Problem, tiles: XlaTiles, mask: Mask, functions: tuple[ScoreFunction, ...]):
+    def __init__(
+        self,
+        problem: Problem,
+        tiles: XlaTiles,
+        mask: Mask,
+        functions: tuple[ScoreFunction, ...],
+        dropout: Dropout | None,
+    ):
         self.dtype = compute_dtype(problem.dtype)
         self._problem, self._tiles, self._mask, self._functions = problem, tiles, mask, functions
+        self._dropout = dropout
         self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.dtype))
 
         tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=tiles.block_q, block_k=tiles.block_k)
@@ -315,7 +328,7 @@ class _Grid:
             which = jnp.searchsorted(jnp.asarray(self._possible_kinds, jnp.int8), kind)
             return lax.switch(which, possible, carry), None
 
-        init = like(init, (sides, self._mask, self._functions))
+        init = like(init, (sides, self._mask, self._functions, self._dropout))
         kinds = jnp.asarray(self._kind)[i]
         carry, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), init, (column, kinds, columns))
         return carry
@@ -346,8 +359,10 @@ class _Grid:
         )
         return s, v
 
-    def weigh(self, p: Array, v: Array) -> Array:
-        """The sum of values of a tile, weighted for each query."""
+    def weigh(self, pairs: Pairs, p: Array, v: Array) -> Array:
+        """The sum of values of a tile, weighted for each query, after dropout."""
+        if self._dropout is not None:
+            p = self._dropout.apply(p, pairs.q, pairs.k, place=self._by_head)
         return self._einsum("bkgts,bksd->bkgtd", p, v)
 
     def _pairs(self, i: Array, j: Array, *, is_full: bool) -> Pairs:

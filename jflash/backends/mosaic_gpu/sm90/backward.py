@@ -36,45 +36,63 @@ def backward(
     # 0 times what a dead key or a dead query holds must be 0.
     k, v = zero_dead_keys(k, v, mask=mask, T=T, S=S)
     if not every_query_sees_a_key(mask, T=T, S=S):
-        live = (lse > -jnp.inf).swapaxes(1, 2)[..., None]
+        # A query whose keys, beside its sink, do not show in the lse has no gradient that would show.
+        least = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
+        live = (lse > least).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
-    operands = Operands(q, k, v, None, mask)
-    statistics = _statistics(problem, lse, delta)
+    operands = operands._replace(q=q, k=k, v=v)
     is_wide = max(problem.H, problem.Hv) > NARROW
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
+    statistics = _statistics(problem, lse, delta, unit=kernel.logits.unit)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         if problem.deterministic:
-            gradients = dq(problem, tiles, operands, statistics, d_out), *kernel(statistics, d_out, None)
+            d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
-            gradients = _with_dq(kernel, problem, operands, statistics, d_out)
+            d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
+    gradients = Gradients(d_q, d_k, d_v, _d_functions(problem, operands, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
-    return Gradients(*like(gradients, operands))
+    return like(gradients, operands)
 
 
 def _with_dq(
     kernel: BackwardKernel, problem: Problem, operands: Operands, statistics: tuple[Array, Array], d_out: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     def accumulate(refs):
-        dq_ref, dk_ref, dv_ref = refs
-        dk_ref[...], dv_ref[...] = kernel(statistics, d_out, dq_ref)
+        dq_ref, *rest = refs
+        for ref, result in zip(rest, kernel(statistics, d_out, dq_ref)):
+            ref[...] = result
 
     # A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
     zeros = jnp.zeros((problem.B * problem.N, statistics[0].shape[-1], kernel.dq_columns), jnp.float32)
-    sums, dk, dv = pl.run_state(accumulate)((zeros, jnp.zeros_like(operands.k), jnp.zeros_like(operands.v)))
+    rest = (jnp.zeros(x.shape, x.dtype) for x in kernel.out_types)
+    sums, *rest = pl.run_state(accumulate)((zeros, *rest))
     sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
-    return (sums * np.float32(problem.scale)).astype(problem.dtype), dk, dv
+    return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
-def _statistics(problem: Problem, lse: Array, delta: Array) -> tuple[Array, Array]:
-    """-lse / scale and -delta, (B, N, T rounded up), where the accumulators of S and dP start.
+def _d_functions(problem: Problem, operands: Operands, sums: list[Float[Array, "parts B N padded_S"]]) -> tuple:
+    """The cotangents of the floating arrays of the functions, of their shapes, from their sums over queries."""
+    floating = ((x, axes) for f in operands.functions for x, axes in f.leaves() if x.dtype == np.float32)
+
+    def cotangent(array: Array, axes: str, own: Array) -> Array:
+        own = own[..., : problem.S].sum(0)
+        kept = dict(zip(axes, array.shape))
+        over = tuple(i for i, axis in enumerate("BNS") if kept.get(axis, 1) == 1)
+        return own.sum(over).reshape(array.shape)
+
+    return tuple(cotangent(array, axes, own) for (array, axes), own in zip(floating, sums, strict=True))
+
+
+def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:
+    """-lse / unit and -delta, (B, N, T rounded up), where the accumulators of S and dP start.
 
     They are -inf and 0 where no query sees anything. Two arrays: XLA computes one of both, and delta with it, in
     0.24 ms instead of 0.1 (H200, T=16384, N=16, 2026-11-30).
     """
     dead = lse == -jnp.inf
-    start = jnp.where(dead, -jnp.inf, lse * np.float32(-1 / problem.scale))
+    start = jnp.where(dead, -jnp.inf, lse * np.float32(-1 / unit))
     d_start = jnp.where(dead, 0, -delta)
     padding = (0, 0), (0, 0), (0, -problem.T % _STATISTICS_MULTIPLE)
     return jnp.pad(start, padding, constant_values=-np.inf), jnp.pad(d_start, padding)

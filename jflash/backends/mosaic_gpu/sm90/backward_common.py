@@ -5,14 +5,15 @@ tiles of queries that see them, of each query head of the group. Two warpgroups 
 scale and -delta by TMA.
 
 -lse / scale and -delta are where the accumulators of S and dP start: no instruction subtracts them, and -inf instead of
-the former masks a pair before its matmul begins.
+the former masks a pair before its matmul begins. Where logits are more than q · k times the scale, S starts at 0, and
+-lse and the mask come after what makes the logits of it.
 """
 
 import abc
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
+    BY_ROW,
     CHUNK,
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
@@ -67,6 +70,23 @@ class Steps:
         return t if self._group == 1 else g * self._visits.count + t
 
 
+class Step(NamedTuple):
+    """One tile of queries of one head.
+
+    Attributes:
+      head: the query head.
+      q_at: its first query.
+      is_partial: whether the mask must be evaluated.
+      is_first, is_last: of the steps of its head.
+    """
+
+    head: Any
+    q_at: Any
+    is_partial: Any
+    is_first: Any
+    is_last: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """What a block of threads works on, and where: indices known in the kernel, and references.
@@ -74,9 +94,10 @@ class Block:
     Attributes:
       b, kv_head, k_at, tile: batch row, key/value head, first key, and the number of the tile of keys.
       visits, steps: which tiles of queries.
-      mask_refs: the mask's operands.
+      mask_refs, logit_refs: the operands of the mask, and of the logits.
       s: scratch memory and barriers, by name.
       dq, dk, dv: results in global memory; dq is None where another kernel computes it.
+      d_values: of each learned value of the logits the sums over queries, in global memory.
     """
 
     b: Any
@@ -86,10 +107,12 @@ class Block:
     visits: Visits
     steps: Steps
     mask_refs: tuple[Any, ...]
+    logit_refs: tuple[Any, ...]
     s: types.SimpleNamespace
     dq: Any
     dk: Any
     dv: Any
+    d_values: tuple[Any, ...]
 
 
 class BackwardKernel(abc.ABC):
@@ -97,26 +120,40 @@ class BackwardKernel(abc.ABC):
 
     Args:
       with_dq: whether to compute dq.
+
+    Attributes:
+      sum_parts: parts in which a block of threads sums over queries, each of other queries.
     """
 
     kernel_name: str
     qk: Pieces
     vo: Pieces
+    sum_parts: int
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         self.problem, self.operands, self.with_dq = problem, operands, with_dq
         self.tiles, self.inline_ptx = tiles.backward, tiles.inline_ptx
         self.block_q, self.block_k = self.tiles.block_q, self.tiles.block_k
         self.q_stages, self.do_stages = self.tiles.q_stages, self.tiles.do_stages
-        self.scale_log2 = problem.scale * LOG2_E
         lengths = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
+        tile_map = TileMap(mask=operands.mask, transpose=True, **lengths)
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
-        self.visits = TileVisits(TileMap(mask=operands.mask, transpose=True, **lengths), parts=1)
+        self.visits = TileVisits(tile_map, parts=1)
+        self.logits = TileLogits(problem, operands.functions, tile_map)
+        self.scale_log2 = self.logits.unit * LOG2_E
 
     @property
     def dq_columns(self) -> int:
         """Columns of the array that dq is added to: whole chunks, so that one TMA adds a part of dq."""
         return self.qk.chunks * CHUNK
+
+    @property
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """What a call gives."""
+        problem, dtype = self.problem, self.problem.dtype
+        sums = (self.sum_parts, problem.B, problem.N, self.visits.rows * self.block_k)
+        dk_and_dv = [result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)]
+        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * len(self.logits.learned)
 
     @abc.abstractmethod
     def _scratch(self) -> dict[str, Any]:
@@ -128,23 +165,26 @@ class BackwardKernel(abc.ABC):
 
     def __call__(
         self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array, dq_ref: Any | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """dk and dv.
+    ) -> tuple[jax.Array, ...]:
+        """dk, dv, and for each learned value of the logits its sums over queries, (sum_parts, B, N, S rounded up).
 
         Args:
-          statistics: -lse / scale and -delta, each (B, N, T rounded up) float32.
+          statistics: -lse / unit and -delta, each (B, N, T rounded up) float32; the unit is that of the logits.
           d_out: the cotangent of out.
           dq_ref: (B N, T rounded up, dq_columns) float32, has dq added to it; None where `with_dq` is off.
         """
         problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
         q_stages, do_stages = self.q_stages, self.do_stages
         query_ids = np.arange(self.block_q, dtype=np.int32)
+        mask_and_logits = *self.visits.operands(), *self.logits.operands()
         dq_refs = (dq_ref,) if self.with_dq else ()
 
         def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
             mask_refs, refs = self.visits.take(refs)
-            dq_g, (dk_g, dv_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
-            block = self._block(mask_refs, types.SimpleNamespace(**scratch), dq_g, dk_g, dv_g)
+            logit_refs, refs = self.logits.take(refs)
+            dq_g, (dk_g, dv_g, *d_values_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
+            results = {"dq": dq_g, "dk": dk_g, "dv": dv_g, "d_values": tuple(d_values_g)}
+            block = self._block(mask_refs, logit_refs, types.SimpleNamespace(**scratch), results)
             warpgroup = lax.axis_index("warpgroup")
 
             @pl.when(warpgroup < WARPGROUPS)
@@ -158,13 +198,15 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
-        dk, dv = hopper_kernel(
+        learned = len(self.logits.learned)
+
+        results = hopper_kernel(
             kernel,
             tiles=self.tiles,
-            out_type=[result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)],
+            out_type=self.out_types,
             blocks=problem.B * problem.K * self.visits.rows,
             warpgroups=WARPGROUPS,
-            reduces=False,
+            reduces=learned > 0,
             scratch_types={
                 # dK and dV go where K and V were.
                 "k": plgpu.RefUnion(*smem_pieces((), self.block_k, self.qk, dtype)),
@@ -173,6 +215,7 @@ class BackwardKernel(abc.ABC):
                 "do": plgpu.RefUnion(*smem_pieces((do_stages,), self.block_q, self.vo, dtype)),
                 "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
+                **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -181,10 +224,10 @@ class BackwardKernel(abc.ABC):
                 **self._scratch(),
             },
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
-        )(*self.operands[:3], d_out, *statistics, query_ids, *self.visits.operands(), *dq_refs)
-        return dk, dv
+        )(*self.operands[:3], d_out, *statistics, query_ids, *mask_and_logits, *dq_refs)
+        return tuple(results)
 
-    def _block(self, mask_refs, scratch, dq_g, dk_g, dv_g) -> Block:
+    def _block(self, mask_refs, logit_refs, scratch, results) -> Block:
         rows, heads = self.visits.rows, self.problem.B * self.problem.K
         place = {"rows": rows, "heads": heads, "head_group": self.tiles.head_group}
         head, row = head_and_row(lax.axis_index("block"), **place)
@@ -192,21 +235,23 @@ class BackwardKernel(abc.ABC):
         b, kv_head = lax.div(head, i32(self.problem.K)), lax.rem(head, i32(self.problem.K))
         visits = self.visits.of_row(mask_refs, b=b, row=tile, part=i32(0))
         steps = Steps(visits, group=self.problem.group)
-        return Block(b, kv_head, tile * self.block_k, tile, visits, steps, mask_refs, scratch, dq_g, dk_g, dv_g)
+        place = b, kv_head, tile * self.block_k, tile, visits, steps
+        return Block(*place, mask_refs=mask_refs, logit_refs=logit_refs, s=scratch, **results)
 
     def _slots(self, i: Any) -> tuple[Any, Any]:
         """Where Q and dO of the i-th step lie."""
         return slot_of(i, self.q_stages), slot_of(i, self.do_stages)
 
-    def _place(self, block: Block, g: Any, t: Any) -> tuple[Any, Any, Any]:
-        """Of a step the query head, the first query, and whether its tile is partial."""
+    def _place(self, block: Block, g: Any, t: Any) -> Step:
+        """Which head and queries a step is about."""
+        is_first, is_last = t == 0, t == block.visits.count - 1
         if not self.visits.is_masked:
             # The blocks of a head start at different queries, so that they do not add to one tile of dQ at once: 579 to
             # 627 TFLOP/s on an H200 (2026-11-29, study).
             t = lax.rem(t + block.tile * max(1, self.block_k // self.block_q), block.visits.count)
         column = block.visits.column(t)
         head = block.kv_head * self.problem.group + g
-        return head, column * self.block_q, block.visits.is_partial(t, column)
+        return Step(head, column * self.block_q, block.visits.is_partial(t, column), is_first, is_last)
 
     def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics, ids_g) -> None:
         s, steps = block.s, block.steps
@@ -219,13 +264,13 @@ class BackwardKernel(abc.ABC):
         def step(g, t):
             i = steps.index(g, t)
             slot, do_slot = self._slots(i)
-            head, q_at, _ = self._place(block, g, t)
-            queries = {"b": block.b, "row": q_at, "rows": self.block_q, "head": head}
+            at = self._place(block, g, t)
+            queries = {"b": block.b, "row": at.q_at, "rows": self.block_q, "head": at.head}
 
             pl.when(i >= self.q_stages)(lambda: plgpu.barrier_wait(s.q_free.at[slot]))
             load_pieces(q_g, self.qk.refs(tma.q.at[slot]), s.q_full.at[slot], **queries)
             for which, statistic in enumerate(statistics):
-                source = statistic.at[block.b, head, pl.ds(q_at, self.block_q)]
+                source = statistic.at[block.b, at.head, pl.ds(at.q_at, self.block_q)]
                 plgpu.copy_gmem_to_smem(source, s.rows.at[slot, which], s.q_full.at[slot])
 
             pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
@@ -236,23 +281,73 @@ class BackwardKernel(abc.ABC):
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
     # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
+    # `q_at` is the first query of the step, `q_from` that of the tile within the step, `k_at` the first key.
 
     def _s_start(self, block: Block, slot, is_partial, *, q_at, q_from, k_at, shape: tuple[int, int]):
-        """-lse / scale, or -inf where the mask does not allow a pair.
-
-        `q_at` is the first query of the step, `q_from` that of the tile within the step, `k_at` the first key.
-        """
-        queries = pl.ds(q_from, shape[1])
+        """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
+        if not self.logits.is_linear:
+            return jnp.zeros(shape, jnp.float32)
 
         def masked(x):
-            ids = plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
-            place = {"b": block.b, "q_at": q_at + q_from, "k_at": k_at}
-            allowed = self.visits.allowed(block.mask_refs, ids, **place, shape=shape)
-            return jnp.where(allowed, x, -jnp.inf)
+            return jnp.where(self._allowed(block, q_at + q_from, k_at, shape), x, -jnp.inf)
 
-        start = along_columns(plgpu.load(block.s.rows.at[slot, 0, queries], layout=BY_COLUMN), shape)
+        start = self._statistic(block, slot, 0, q_from, shape)
         return lax.cond(is_partial, masked, lambda x: x, start) if self.visits.is_masked else start
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta."""
-        return along_columns(plgpu.load(block.s.rows.at[slot, 1, pl.ds(q_from, shape[1])], layout=BY_COLUMN), shape)
+        return self._statistic(block, slot, 1, q_from, shape)
+
+    def _statistic(self, block: Block, slot, which: int, q_from, shape: tuple[int, int]):
+        row = block.s.rows.at[slot, which, pl.ds(q_from, shape[1])]
+        return along_columns(plgpu.load(row, layout=BY_COLUMN), shape)
+
+    def _ids(self, block: Block, shape: tuple[int, int]):
+        return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
+
+    def _allowed(self, block: Block, q_at, k_at, shape: tuple[int, int]):
+        place = {"b": block.b, "q_at": q_at, "k_at": k_at}
+        return self.visits.allowed(block.mask_refs, self._ids(block, shape), **place, shape=shape)
+
+    # From S and dP to P and dS ----------------------------------------------------------------------------------------
+
+    def _p_and_ds(self, block: Block, slot, step: Step, s, dp, *, q_from, k_at, sums_from, sum_part):
+        """P and dS by scale · qk, where the logits are made of S here; adds to the sums of the learned values.
+
+        `sums_from` is where the keys of the tile stand among those of the block.
+        """
+        shape, q_at = s.shape, step.q_at + q_from
+        place = {"b": block.b, "n": step.head, "q_at": q_at, "k_at": k_at}
+        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, self._ids(block, shape), **place)
+        p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, shape)) * LOG2_E)
+
+        def allowed_or_zero(*tiles):
+            # A function of the caller's may be NaN, and have such derivatives, where the mask does not allow a pair.
+            allowed = self._allowed(block, q_at, k_at, shape)
+            return tuple(jnp.where(allowed, x, 0) for x in tiles)
+
+        d_logits = p * dp
+        tiles = p, d_logits * by_qk, *(d_logits * by_value for by_value in by_values)
+        if self.visits.is_masked:
+            tiles = lax.cond(step.is_partial, allowed_or_zero, lambda *tiles: tiles, *tiles)
+        p, ds, *d_values = tiles
+        self._add_up(block, step, d_values, pl.ds(sums_from, shape[0]), sum_part, k_at)
+        return p, ds
+
+    def _add_up(self, block: Block, step: Step, d_values, own_keys, sum_part, k_at) -> None:
+        """Sums over the queries of a head, in shared memory; after its last step they go to global memory."""
+        sums = [block.s.sums.at[index, sum_part, own_keys] for index in range(len(d_values))]
+
+        @pl.when(step.is_first)
+        def _():
+            for own in sums:
+                own[...] = plgpu.layout_cast(jnp.zeros(own.shape, jnp.float32), BY_ROW)
+
+        for own, x in zip(sums, d_values):
+            own[...] = plgpu.load(own, layout=BY_ROW) + x.sum(axis=1)
+
+        @pl.when(step.is_last)
+        def _():
+            place = sum_part, block.b, step.head, pl.ds(k_at, self.s_shape[0])
+            for own, destination in zip(sums, block.d_values):
+                destination[place] = plgpu.load(own, layout=BY_ROW)

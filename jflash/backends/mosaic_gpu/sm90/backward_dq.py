@@ -7,12 +7,13 @@ fused kernel alone does 5 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
 A block of threads has two warpgroups that compute, each for 64 queries of one head, and one that loads K and V by TMA.
 Per key tile: S = Q K^T and dP = dO V^T, P = exp2 of S while dP runs, dS = P · dP, dQ += dS K. The accumulator of S
 starts at -lse / scale, or -inf where masked, and that of dP at -delta: so neither the mask nor the two values of each
-row cost anything after the matmuls. All of them are written before the first matmul is issued: between two, ptxas waits
-for the tensor cores before other instructions may write accumulators.
+row cost anything after the matmuls. (Where logits are more than q · k times the scale, S starts at 0.) All of them are
+written before the first matmul is issued: between two, ptxas waits for the tensor cores before other instructions may
+write accumulators.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -41,7 +43,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.tiles import DqTiles, HopperTiles
-from jflash.backends.mosaic_gpu.visits import TileVisits, head_and_row
+from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.varying import result_struct
@@ -60,11 +62,33 @@ def dq(
     Args:
       problem, tiles: of the call.
       operands: with 0 in q at queries that see no key, and in k and v at keys that no query sees.
-      statistics: float32, of each query -lse / scale and -delta; -inf and 0 where it sees no key and past the end, up
+      statistics: float32, of each query -lse / unit and -delta; -inf and 0 where it sees no key and past the end, up
         to a multiple of `DqTiles.block_q`.
       d_out: with 0 at queries that see no key.
     """
     return _Dq(problem, tiles.backward_dq, operands)(statistics, d_out)
+
+
+class _Rows(NamedTuple):
+    """The queries of a warpgroup.
+
+    Attributes:
+      b, n, q_at: batch row, query head, first query.
+      visits: which tiles of keys they see.
+      minus_lse, minus_delta: -lse / unit and -delta of each, in registers.
+      mask_refs, logit_refs: the operands of the mask, and of the logits.
+      ids: the numbers of columns, in shared memory.
+    """
+
+    b: Any
+    n: Any
+    q_at: Any
+    visits: Visits
+    minus_lse: Any
+    minus_delta: Any
+    mask_refs: tuple[Any, ...]
+    logit_refs: tuple[Any, ...]
+    ids: Any
 
 
 class _Dq:
@@ -75,7 +99,9 @@ class _Dq:
         self.block_q, self.block_k = tiles.block_q, tiles.block_k
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
-        self.visits = TileVisits(TileMap(mask=operands.mask, **sizes), parts=tiles.warpgroups)
+        tile_map = TileMap(mask=operands.mask, **sizes)
+        self.visits = TileVisits(tile_map, parts=tiles.warpgroups)
+        self.logits = TileLogits(problem, operands.functions, tile_map)
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array) -> jax.Array:
@@ -85,7 +111,8 @@ class _Dq:
 
         def kernel(q_g, k_g, v_g, d_out_g, start_g, d_start_g, ids_g, *refs):
             mask_refs, refs = self.visits.take(refs)
-            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), mask_refs, *refs)
+            logit_refs, refs = self.logits.take(refs)
+            self._body((q_g, k_g, v_g, d_out_g, (start_g, d_start_g), ids_g), mask_refs, logit_refs, *refs)
 
         def staged(stages: int, pieces: Pieces) -> tuple[Any, Any, Any]:
             """Tiles in shared memory, and for each a barrier for when it is there and one for when it has been read."""
@@ -116,9 +143,9 @@ class _Dq:
                 (plgpu.SMEM((self.block_k,), jnp.int32), barrier()),
             ],
             kernel_name="jflash_backward_dq_sm90",
-        )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands())
+        )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands(), *self.logits.operands())
 
-    def _body(self, inputs, mask_refs, dq_g, q, d_out, k, v, ids) -> None:
+    def _body(self, inputs, mask_refs, logit_refs, dq_g, q, d_out, k, v, ids) -> None:
         q_g, k_g, v_g, d_out_g, statistics, ids_g = inputs
         ((q_tma, q_mma), q_full), ((d_out_tma, d_out_mma), d_out_full), (ids_s, ids_full) = q, d_out, ids
         warpgroups = self.tiles.warpgroups
@@ -134,14 +161,14 @@ class _Dq:
         def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
             q_at = row * self.block_q + warpgroup * WARPGROUP_ROWS
-            # minus lse / scale, and minus delta
+            # minus lse / unit, and minus delta
             starts = [load_global(statistic.at[b, n], q_at, WARPGROUP_ROWS, layout=BY_ROW) for statistic in statistics]
-            if self.visits.is_masked:
+            if self.needs_ids:
                 plgpu.barrier_wait(ids_full)
             plgpu.barrier_wait(q_full.at[warpgroup])
             plgpu.barrier_wait(d_out_full.at[warpgroup])
-            start_s = functools.partial(self._start_s, visits, mask_refs, ids_s, b, q_at, starts[0])
-            sum_up = functools.partial(self._sum_up, visits, start_s, starts[1], warpgroup, q_mma, d_out_mma, k, v)
+            tile = _Rows(b, n, q_at, visits, *starts, mask_refs, logit_refs, ids_s)
+            sum_up = functools.partial(self._sum_up, tile, warpgroup, q_mma, d_out_mma, k, v)
             accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.qk.width), jnp.float32)] * self.qk.count
             for piece, part_of_dq in enumerate(pl.run_scoped(sum_up, *accumulators)):
                 q_mma[warpgroup, piece] = (part_of_dq * self.problem.scale).astype(dq_g.dtype)
@@ -158,7 +185,7 @@ class _Dq:
                 for w in range(warpgroups):
                     q_at = row * self.block_q + w * WARPGROUP_ROWS
                     load_pieces(source, pieces.refs(smem.at[w]), full.at[w], row=q_at, **queries)
-            if self.visits.is_masked:
+            if self.needs_ids:
                 plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
             self._load(
                 visits, {"b": b, "head": lax.div(n, i32(self.problem.group))}, (self.qk, k_g, *k), (self.vo, v_g, *v)
@@ -193,14 +220,14 @@ class _Dq:
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _sum_up(self, visits, start_s, minus_delta, warpgroup, q, d_out, key, value, *dq_refs):
+    def _sum_up(self, rows: _Rows, warpgroup, q, d_out, key, value, *dq_refs):
         """The pieces of the sum of ds · k over the visited tiles."""
         ((_, k), k_full, k_free), ((_, v), v_full, v_free) = key, value
         k_stages, v_stages = self.tiles.k_stages, self.tiles.v_stages
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
         scale_log2 = self.problem.scale * LOG2_E
 
-        @pl.loop(0, visits.count)
+        @pl.loop(0, rows.visits.count)
         def _(i):
             k_slot, v_slot = slot_of(i, k_stages), slot_of(i, v_stages)
             # Without it ptxas 13.0 spills 264 bytes at H = Hv = 256, with it nothing.
@@ -208,15 +235,17 @@ class _Dq:
             v_slot = v_slot + zero
 
             def s_and_dp(s_ref, dp_ref):
-                s_ref[...] = start_s(i)
-                dp_ref[...] = along_rows(minus_delta, self.s_shape)
+                s_ref[...] = self._start_s(rows, i)
+                dp_ref[...] = along_rows(rows.minus_delta, self.s_shape)
                 for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[k_slot])):
                     plgpu.wgmma(s_ref, q_piece, k_piece.T)
                 plgpu.barrier_wait(v_full.at[v_slot])
                 for d_out_piece, v_piece in zip(self.vo.refs(d_out.at[own]), self.vo.refs(v.at[v_slot])):
                     plgpu.wgmma(dp_ref, d_out_piece, v_piece.T)
-                p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count) * scale_log2)
-                return p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
+                if self.logits.is_linear:
+                    return jnp.exp2(s_tile * scale_log2) * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                return self._ds(rows, i, s_tile, plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
 
             plgpu.barrier_wait(k_full.at[k_slot])
             ds = pl.run_scoped(s_and_dp, s_accumulator, s_accumulator).astype(self.problem.dtype)
@@ -228,18 +257,38 @@ class _Dq:
 
         return [dq_ref[...] for dq_ref in dq_refs]
 
-    def _start_s(self, visits, mask_refs, ids_s, b, q_at, minus_lse, i):
-        """What the accumulator of S starts at on the i-th visited tile: -lse / scale, and -inf at masked pairs."""
-        shape = self.s_shape
-        start = along_rows(minus_lse, shape)
+    def _start_s(self, rows: _Rows, i):
+        """What the accumulator of S starts at on the i-th visited tile: -lse / scale, and -inf at masked pairs.
+
+        It is 0 where the logits are still to be made.
+        """
+        if not self.logits.is_linear:
+            return jnp.zeros(self.s_shape, jnp.float32)
+        start = along_rows(rows.minus_lse, self.s_shape)
+        return self._allowed_or(rows, i, -jnp.inf, start)
+
+    def _ds(self, rows: _Rows, i, s, dp):
+        """dS by scale · qk, where the logits are made of S here."""
+        place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
+        ids = plgpu.load(rows.ids, layout=BY_COLUMN)
+        logits, by_qk, _ = self.logits.with_derivatives(rows.logit_refs, s, ids, **place)
+        p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
+        return self._allowed_or(rows, i, 0, p * dp * by_qk)
+
+    def _allowed_or(self, rows: _Rows, i, other, x):
+        """x, and something else at masked pairs of the i-th visited tile."""
         if not self.visits.is_masked:
-            return start
-        column = visits.column(i)
+            return x
+        column = rows.visits.column(i)
 
         def masked():
-            k_at = column * self.block_k
-            ids = plgpu.load(ids_s, layout=BY_COLUMN)
-            allowed = self.visits.allowed(mask_refs, ids, b=b, q_at=q_at, k_at=k_at, shape=shape)
-            return jnp.where(allowed, start, -jnp.inf)
+            place = {"b": rows.b, "q_at": rows.q_at, "k_at": column * self.block_k}
+            ids = plgpu.load(rows.ids, layout=BY_COLUMN)
+            return jnp.where(self.visits.allowed(rows.mask_refs, ids, **place, shape=self.s_shape), x, other)
 
-        return lax.cond(visits.is_partial(i, column), masked, lambda: start)
+        return lax.cond(rows.visits.is_partial(i, column), masked, lambda: x)
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the numbers of columns are needed, for the mask or for logits."""
+        return self.visits.is_masked or not self.logits.is_linear

@@ -35,6 +35,7 @@ class NarrowBackward(BackwardKernel):
     """Warpgroups split the keys."""
 
     kernel_name = "jflash_backward_sm90"
+    sum_parts = 1
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
@@ -92,7 +93,7 @@ class NarrowBackward(BackwardKernel):
         own, g, t = opaque(warpgroup, g, t)
         i = steps.index(g, t)
         slot, do_slot = self._slots(i)
-        head, q_at, is_partial = self._place(block, g, t)
+        at = self._place(block, g, t)
         own_rows = pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)
         k_at = block.k_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
@@ -101,18 +102,25 @@ class NarrowBackward(BackwardKernel):
             # Both accumulators before both matmuls: ptxas waits for all of them before it lets other instructions
             # write registers of accumulators. S is written before dP is read: with both in registers while dK is in
             # flight, ptxas serialises the matmuls of the causal kernel at H=64.
-            s_ref[...] = self._s_start(block, slot, is_partial, q_at=q_at, q_from=0, k_at=k_at, shape=self.s_shape)
+            s_ref[...] = self._s_start(
+                block, slot, at.is_partial, q_at=at.q_at, q_from=0, k_at=k_at, shape=self.s_shape
+            )
             dp_ref[...] = self._dp_start(block, slot, q_from=0, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, own_rows), self.qk.refs(q.at[slot])):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
             plgpu.barrier_wait(s.do_full.at[do_slot])
             for v_piece, do_piece in zip(self.vo.refs(v, own_rows), self.vo.refs(do.at[do_slot])):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
-            logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
+            s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
             if self.tiles.dk_in_flight:
                 pl.when(i > 0)(lambda: plgpu.barrier_arrive(s.q_free.at[slot_of(i - 1, self.q_stages)]))
-            p = jnp.exp2(logits * self.scale_log2)
-            return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            if self.logits.is_linear:
+                p = jnp.exp2(s_tile * self.scale_log2)
+                return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            keys = {"q_from": 0, "k_at": k_at, "sums_from": own * WARPGROUP_ROWS, "sum_part": 0}
+            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            return p.astype(dtype), ds
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)
         p16, ds = pl.run_scoped(s_and_dp, accumulator, accumulator)
@@ -139,7 +147,7 @@ class NarrowBackward(BackwardKernel):
         for dq in pl.run_scoped(dq_and_dk, *dq_accumulators):  # While dK is computed.
             s.dq[warpgroup] = dq
             plgpu.commit_smem()
-            target = block.dq.at[self._dq_target(block.b * self.problem.N + head, q_at, warpgroup)]
+            target = block.dq.at[self._dq_target(block.b * self.problem.N + at.head, at.q_at, warpgroup)]
             plgpu.copy_smem_to_gmem(s.dq.at[warpgroup], target, reduction_op="add")
         if not self.tiles.dk_in_flight:
             plgpu.wgmma_wait(0)

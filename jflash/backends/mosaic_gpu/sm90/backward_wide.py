@@ -24,6 +24,7 @@ class WideBackward(BackwardKernel):
     """Warpgroups split the columns."""
 
     kernel_name = "jflash_backward_wide_sm90"
+    sum_parts = WARPGROUPS
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
@@ -79,23 +80,29 @@ class WideBackward(BackwardKernel):
         # Without it ptxas 13.0 spills 104 to 628 bytes at H=256.
         own, zero = opaque(warpgroup, 0)
         slot, do_slot = (each + zero for each in self._slots(steps.index(g, t)))
-        head, q_at, is_partial = self._place(block, g, t)
+        at = self._place(block, g, t)
         q_from = own * self.s_shape[1]
         own_queries = pl.ds(q_from, self.s_shape[1])
         plgpu.barrier_wait(s.q_full.at[slot])
 
         def s_and_dp(s_ref, dp_ref):
             # Both accumulators before both matmuls, as in the narrow kernel.
-            place = {"q_at": q_at, "q_from": q_from, "k_at": block.k_at}
-            s_ref[...] = self._s_start(block, slot, is_partial, **place, shape=self.s_shape)
+            place = {"q_at": at.q_at, "q_from": q_from, "k_at": block.k_at}
+            s_ref[...] = self._s_start(block, slot, at.is_partial, **place, shape=self.s_shape)
             dp_ref[...] = self._dp_start(block, slot, q_from=q_from, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, zero=zero), self.qk.refs(q.at[slot], own_queries)):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
             plgpu.barrier_wait(s.do_full.at[do_slot])
             for v_piece, do_piece in zip(self.vo.refs(v, zero=zero), self.vo.refs(do.at[do_slot], own_queries)):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
-            p = jnp.exp2(plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count) * self.scale_log2)
-            return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
+            s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
+            if self.logits.is_linear:
+                p = jnp.exp2(s_tile * self.scale_log2)
+                return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            keys = {"q_from": q_from, "k_at": block.k_at, "sums_from": 0, "sum_part": own}
+            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            return p.astype(dtype), ds.astype(dtype)
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)
         p16, ds16 = pl.run_scoped(s_and_dp, accumulator, accumulator)
@@ -126,7 +133,7 @@ class WideBackward(BackwardKernel):
             s.dq[warpgroup] = chunk
             plgpu.commit_smem()
             columns = pl.ds((warpgroup * len(chunks) + index) * CHUNK, CHUNK)
-            target = block.dq.at[block.b * self.problem.N + head, pl.ds(q_at, self.block_q), columns]
+            target = block.dq.at[block.b * self.problem.N + at.head, pl.ds(at.q_at, self.block_q), columns]
             plgpu.copy_smem_to_gmem(s.dq.at[warpgroup], target, reduction_op="add")
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(s.q_free.at[slot])

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash.backends.mosaic_gpu.logits import TileLogits
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -54,8 +55,8 @@ from jflash.problem import Problem
 # How far a row maximum may grow, in powers of two, before the accumulators are rescaled: p stays below 2^8, which 16
 # bits hold at full precision.
 _RESCALE_LOG2 = 8.0
-# Columns of a tile that are masked at a time.
-_MASK_COLUMNS = 32
+# Columns of a tile whose logits are made of products at a time.
+_COLUMNS = 32
 
 
 def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attended:
@@ -67,20 +68,24 @@ def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attende
     with jax.enable_x64(False):
         out, lse = _Forward(problem, tiles, operands)(q, k, v)
         if tiles.forward.splits > 1:
-            out, lse = _merged(problem, out, lse)
+            out, lse = _merged(problem, out, lse, operands.sinks)
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(Attended(out, lse[..., : problem.T]), operands)
 
 
 def _merged(
-    problem: Problem, out: Float[Array, "splits B N padded_T padded_Hv"], lse: Float[Array, "splits B N padded_T"]
+    problem: Problem,
+    out: Float[Array, "splits B N padded_T padded_Hv"],
+    lse: Float[Array, "splits B N padded_T"],
+    sinks: Float[Array, "#B N"] | None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N padded_T"]]:
     """Out and lse of all keys from those of each split, where a split without keys has an lse and nothing else."""
-    m = lse.max(0)
+    m = lse.max(0) if sinks is None else jnp.maximum(lse.max(0), sinks[..., None])
     weight = jnp.exp(lse - finite(m))
     out = jnp.where(lse[..., None] > -jnp.inf, out, 0)
-    # As keys, each with its lse for a logit and its out for a value.
-    out, lse = finish(Carry(m, weight.sum(0), (weight[..., None] * out).sum(0)))
+    # As keys, each with its lse for a logit and its out for a value; a sink is a key without a value.
+    l = weight.sum(0) if sinks is None else weight.sum(0) + jnp.exp(sinks[..., None] - finite(m))
+    out, lse = finish(Carry(m, l, (weight[..., None] * out).sum(0)))
     return out[..., : problem.T, : problem.Hv].swapaxes(1, 2).astype(problem.dtype), lse
 
 
@@ -118,21 +123,26 @@ class _Forward:
         if self.tiles.blocks is not None and self.qk != self.vo:
             # Out would lie over the next Q of another warpgroup.
             raise ArgumentError("tiles", found=f"blocks={self.tiles.blocks} with Hv != H", wanted="blocks=None there")
-        self.logit_scale_log2 = problem.scale * LOG2_E
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
+        self.logits = TileLogits(problem, operands.functions, tile_map)
+        # Splits have no sinks; their merge has.
+        self.sinks = operands.sinks if self.tiles.splits == 1 else None
+        self.scale_log2 = self.logits.unit * LOG2_E
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
-        column_ids = np.arange(_MASK_COLUMNS, dtype=np.int32)
+        column_ids = np.arange(_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
         def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
-            mask_refs, (out_g, lse_g) = self.visits.take(refs)
-            self._body((q_g, k_g, v_g, ids_g), mask_refs, out_g, lse_g, types.SimpleNamespace(**scratch))
+            mask_refs, refs = self.visits.take(refs)
+            logit_refs, (*sinks, out_g, lse_g) = self.logits.take(refs)
+            g = types.SimpleNamespace(mask=mask_refs, logits=logit_refs, sinks=sinks, out=out_g, lse=lse_g)
+            self._body((q_g, k_g, v_g, ids_g), g, types.SimpleNamespace(**scratch))
 
         # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
         lse_shape = (problem.B, problem.N, self.visits.rows * self.block_q)
@@ -160,7 +170,7 @@ class _Forward:
                 "k": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
                 "v": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
                 "lse": plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
-                "ids": plgpu.SMEM((_MASK_COLUMNS,), jnp.int32),
+                "ids": plgpu.SMEM((_COLUMNS,), jnp.int32),
                 "q_full": barrier(num_arrivals=self.qk.count, num_barriers=q_slots),
                 "q_free": barrier(num_barriers=q_slots),
                 "k_full": barrier(num_arrivals=self.qk.count, num_barriers=stages),
@@ -171,29 +181,32 @@ class _Forward:
                 "q_read": barrier(num_arrivals=warpgroups),
             },
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, column_ids, *self.visits.operands())
+        )(q, k, v, column_ids, *self.visits.operands(), *self.logits.operands(), *self._sink_operands())
         return out, lse
 
-    def _body(self, inputs, mask_refs, out_g, lse_g, s: types.SimpleNamespace) -> None:
+    def _sink_operands(self) -> tuple[jax.Array, ...]:
+        return () if self.sinks is None else (jnp.asarray(self.sinks),)
+
+    def _body(self, inputs, g: types.SimpleNamespace, s: types.SimpleNamespace) -> None:
         q_g, k_g, v_g, ids_g = inputs
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
-        tile_at = functools.partial(self._tile, mask_refs, lax.min(warpgroup, i32(warpgroups - 1)))
+        tile_at = functools.partial(self._tile, g.mask, lax.min(warpgroup, i32(warpgroups - 1)))
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
-            if self.visits.is_masked:
+            if self.needs_ids:
                 plgpu.barrier_wait(s.ids_full)
 
             def compute(place, number, start):
                 tile = tile_at(place, number, start)
-                compute_tile = functools.partial(self._compute, tile, mask_refs, out_g, lse_g, s, warpgroup)
+                compute_tile = functools.partial(self._compute, tile, g, s, warpgroup)
                 if self.tiles.splits == 1:
                     compute_tile()
                 else:
                     pl.when(tile.visits.count > 0)(compute_tile)
-                    pl.when(tile.visits.count == 0)(lambda: self._store_nothing(tile, lse_g, warpgroup))
+                    pl.when(tile.visits.count == 0)(lambda: self._store_nothing(tile, g.lse, warpgroup))
                 return tile.visits.count
 
             self._each_tile(compute)
@@ -202,7 +215,7 @@ class _Forward:
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
-            if self.visits.is_masked:
+            if self.needs_ids:
                 plgpu.copy_gmem_to_smem(ids_g, s.ids, s.ids_full)
 
             def load(place, number, start):
@@ -217,6 +230,11 @@ class _Forward:
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the numbers of columns are needed, for the mask or for logits."""
+        return self.visits.is_masked or not self.logits.is_linear
 
     # The tiles of a block of threads ----------------------------------------------------------------------------------
 
@@ -296,24 +314,22 @@ class _Forward:
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _compute(self, tile: "_Tile", mask_refs, out_g, lse_g, s: types.SimpleNamespace, warpgroup) -> None:
+    def _compute(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup) -> None:
         _, q_mma, out_tma, out_mma = s.q_and_out
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
-        mask = functools.partial(self._mask, tile, mask_refs, s.ids, q_at)
+        logits = functools.partial(self._logits, tile, g, s.ids, q_at)
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
-        o, m, l = pl.run_scoped(functools.partial(self._attend, tile, mask, q_mma, slot, s), *accumulators)
+        o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, q_mma, slot, s), *accumulators)
 
-        is_dead = l == 0
-        inverse = jnp.where(is_dead, 0, 1 / l)
-        out = [part_of_o * along_rows(inverse, part_of_o.shape) for part_of_o in o]
-        lse = jnp.where(is_dead, -jnp.inf, finite(m) * self.problem.scale + jnp.log(l))
+        factor, lse = self._normalised(tile, g, m, l)
+        out = [part_of_o * along_rows(factor, part_of_o.shape) for part_of_o in o]
         if self.tiles.splits > 1:
             # In float32, for which the place of Q has no room: out is rounded once, when it is merged.
             for piece, x in enumerate(out):
                 columns = pl.ds(piece * self.vo.width, self.vo.width)
-                out_g[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS), columns] = x
-            lse_g[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)] = lse
+                g.out[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS), columns] = x
+            g.lse[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)] = lse
             return
 
         if self.qk != self.vo:
@@ -321,17 +337,32 @@ class _Forward:
             plgpu.barrier_arrive(s.q_read)
             plgpu.barrier_wait(s.q_read)
         for piece, x in enumerate(out):
-            out_mma[slot, piece] = x.astype(out_g.dtype)
+            out_mma[slot, piece] = x.astype(g.out.dtype)
         s.lse[warpgroup] = lse
         plgpu.commit_smem()
 
         # Also past the last query: out is clipped there, and lse has room.
         place = {"b": tile.b, "row": q_at, "rows": WARPGROUP_ROWS, "head": tile.n}
-        store_pieces(self.vo.refs(out_tma.at[slot]), out_g, **place)
-        plgpu.copy_smem_to_gmem(s.lse.at[warpgroup], lse_g.at[tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)])
+        store_pieces(self.vo.refs(out_tma.at[slot]), g.out, **place)
+        plgpu.copy_smem_to_gmem(s.lse.at[warpgroup], g.lse.at[tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)])
         if self.tiles.q_stages > 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(s.q_free.at[slot])
+
+    def _normalised(self, tile: "_Tile", g: types.SimpleNamespace, m, l) -> tuple[Any, Any]:
+        """What the sums of p · v are multiplied by to be out, and the lse."""
+        is_dead = l == 0
+        top = finite(m) * self.logits.unit
+        if self.sinks is None:
+            return jnp.where(is_dead, 0, 1 / l), jnp.where(is_dead, -jnp.inf, top + jnp.log(l))
+        b = tile.b if self.sinks.shape[0] > 1 else i32(0)
+        sink = jnp.full(m.shape, g.sinks[0][b, tile.n])
+        # The sink may be larger than all logits, or -inf.
+        top = jnp.where(is_dead, -jnp.inf, top)
+        new_top = finite(jnp.maximum(top, sink))
+        scale = jnp.exp(top - new_top)
+        total = l * scale + jnp.exp(sink - new_top)
+        return jnp.where(is_dead, 0, scale / total), jnp.where(total == 0, -jnp.inf, new_top + jnp.log(total))
 
     def _store_nothing(self, tile: "_Tile", lse_g, warpgroup) -> None:
         """What a split without keys gives."""
@@ -339,8 +370,8 @@ class _Forward:
         nothing = jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32)
         lse_g[tile.split, tile.b, tile.n, queries] = plgpu.layout_cast(nothing, BY_ROW)
 
-    def _attend(self, tile: "_Tile", mask, q, q_slot, s: types.SimpleNamespace, *o_refs):
-        """The pieces of the sum of p · v, the row maxima m (of q · k, unscaled) and the row sums l of p."""
+    def _attend(self, tile: "_Tile", logits, q, q_slot, s: types.SimpleNamespace, *o_refs):
+        """The pieces of the sum of p · v, the row maxima m (of logits / unit) and the row sums l of p."""
         dtype, count = self.problem.dtype, tile.visits.count
         k, v, k_full, v_full, k_free, v_free = s.k[1], s.v[1], s.k_full, s.v_full, s.k_free, s.v_free
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
@@ -379,7 +410,7 @@ class _Forward:
 
             s = pl.run_scoped(matmuls, s_accumulator)
             plgpu.barrier_arrive(k_free.at[slot])
-            p, m, l, factor, rescale = self._softmax(mask(s, i), m, l)
+            p, m, l, factor, rescale = self._softmax(logits(s, i), m, l)
             if self.tiles.pin_wait:
                 # p stays float32: P V still reads the registers of p16. The optimization barrier holds LLVM; the wait
                 # on an mbarrier ends the basic block, and so holds ptxas.
@@ -396,7 +427,7 @@ class _Forward:
 
         first = slot_of_step(i32(0))
         plgpu.barrier_wait(k_full.at[first])
-        s = mask(pl.run_scoped(first_s, s_accumulator), i32(0))
+        s = logits(pl.run_scoped(first_s, s_accumulator), i32(0))
         plgpu.barrier_arrive(k_free.at[first])
         m = s.max(axis=1)
         p, l = self._weights(s, m)
@@ -412,10 +443,10 @@ class _Forward:
     def _softmax(self, s, m, l):
         """One step of the online softmax: p, the new m and l, and by what to rescale the accumulators, if at all."""
         m_new = jnp.maximum(m, s.max(axis=1))
-        rescale = any_row(m_new > m + _RESCALE_LOG2 / self.logit_scale_log2, inline_ptx=self.inline_ptx)
+        rescale = any_row(m_new > m + _RESCALE_LOG2 / self.scale_log2, inline_ptx=self.inline_ptx)
 
         def grown():
-            return m_new, jnp.exp2((m - finite(m_new)) * self.logit_scale_log2)
+            return m_new, jnp.exp2((m - finite(m_new)) * self.scale_log2)
 
         def same():
             return m, plgpu.layout_cast(jnp.ones(m.shape, jnp.float32), BY_ROW)
@@ -426,30 +457,35 @@ class _Forward:
 
     def _weights(self, s, m):
         """p = exp(scale · (s - m)), one FFMA and one MUFU an element; and its sums in each thread, (rows, 8)."""
-        p = jnp.exp2(s * self.logit_scale_log2 - along_rows(finite(m) * self.logit_scale_log2, s.shape))
+        p = jnp.exp2(s * self.scale_log2 - along_rows(finite(m) * self.scale_log2, s.shape))
         # A thread holds two neighbours of every eight columns and sums its own; the sum over threads waits for the end.
         parts = [lax.slice(p, (0, at), (WARPGROUP_ROWS, at + 8)) for at in range(0, self.block_k, 8)]
         while len(parts) > 1:
             parts = [x + y for x, y in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
         return p, parts[0]
 
-    def _mask(self, tile: "_Tile", mask_refs, ids_s, q_at, s, i):
-        """Masked pairs of the i-th visited tile become -inf."""
+    def _logits(self, tile: "_Tile", g: types.SimpleNamespace, ids_s, q_at, s, i):
+        """The logits / unit of the i-th visited tile from its products; -inf at masked pairs."""
+        column = tile.visits.column(i)
+        # Some columns at a time: what a mask needs of each takes a quarter of a register, or half of one with
+        # segments, and at H=64 a thread has 160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
+        shape = (WARPGROUP_ROWS, _COLUMNS)
+
+        def by_columns(part: Callable[[Any, Any, Any, int], Any], s):
+            starts = range(0, self.block_k, _COLUMNS)
+            parts = (lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _COLUMNS)) for at in starts)
+            ids = lambda: plgpu.load(ids_s, layout=BY_COLUMN)  # noqa: E731
+            return lax.concatenate([part(x, ids(), column * self.block_k + at) for x, at in zip(parts, starts)], 1)
+
+        def logits(x, ids, k_at):
+            return self.logits.of(g.logits, x, ids, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
+
+        def masked(x, ids, k_at):
+            allowed = self.visits.allowed(g.mask, ids, b=tile.b, q_at=q_at, k_at=k_at, shape=shape)
+            return jnp.where(allowed, x, -jnp.inf)
+
+        if not self.logits.is_linear:
+            s = by_columns(logits, s)
         if not self.visits.is_masked:
             return s
-        column = tile.visits.column(i)
-
-        def masked_part(s, at):
-            # Some columns at a time: what a mask needs of each takes a quarter of a register, or half of one with
-            # segments, and at H=64 a thread has 160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
-            shape = (WARPGROUP_ROWS, _MASK_COLUMNS)
-            k_at = column * self.block_k + at
-            ids = plgpu.load(ids_s, layout=BY_COLUMN)
-            allowed = self.visits.allowed(mask_refs, ids, b=tile.b, q_at=q_at, k_at=k_at, shape=shape)
-            part = lax.slice(s, (0, at), (WARPGROUP_ROWS, at + _MASK_COLUMNS))
-            return jnp.where(allowed, part, -jnp.inf)
-
-        def masked(s):
-            return lax.concatenate([masked_part(s, at) for at in range(0, self.block_k, _MASK_COLUMNS)], 1)
-
-        return lax.cond(tile.visits.is_partial(i, column), masked, lambda s: s, s)
+        return lax.cond(tile.visits.is_partial(i, column), functools.partial(by_columns, masked), lambda s: s, s)

@@ -8,7 +8,7 @@ On a GPU, at long context, beside the same model on the attention of JAX itself:
 
     for attention in jflash jax-xla jax-cudnn; do
         python train.py --attention $attention --dtype bfloat16 --context 16384 --batch 1 \\
-            --width 1024 --layers 8 --heads 8 --steps 100 --json training.jsonl
+            --width 1024 --layers 8 --heads 8 --learning-rate 3e-4 --steps 100 --json training.jsonl
     done
 
 It prints the loss on held-out files, tokens per second without compiling, and the memory of a step.
@@ -35,6 +35,8 @@ from tqdm import tqdm
 
 import jflash
 from jflash.cli.measurement import circumstances
+from jflash.cli.plot import MissingMatplotlib
+from jflash.cli.plot import prepare as prepare_plot
 
 BYTES = 256
 
@@ -247,10 +249,20 @@ def continued(model: LanguageModel, prompt: bytes, *, length: int, context: int,
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+def backend_of(config: Config) -> str:
+    """What computes attention: where it is jflash, the backend that it chooses for this device."""
+    if config.attention != "jflash":
+        return config.attention
+    shapes = ((config.batch, config.context, n, config.width // config.heads) for n in (config.heads, config.kv_heads))
+    q, k = (jax.ShapeDtypeStruct(shape, config.dtype) for shape in shapes)
+    return jflash.explain(q, k, k, causal=True).plan.backend
+
+
 def record(config: Config, trained: Trained) -> dict[str, Any]:
     """The training as an object of JSON, with its circumstances."""
     found = {field.name: getattr(trained, field.name) for field in dataclasses.fields(trained) if field.name != "model"}
-    return {"kind": "training", **dataclasses.asdict(config), **found, **circumstances()}
+    own = {"kind": "training", "backend": backend_of(config)}
+    return own | dataclasses.asdict(config) | found | circumstances()
 
 
 def draw(file: pathlib.Path, config: Config, trained: Trained) -> None:
@@ -285,6 +297,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
         parser.error(f"--steps: found {config.steps}, wanted at least 2, since the first is not timed")
     if config.width % (2 * config.heads) or config.heads % config.kv_heads:
         parser.error("--width must be a multiple of twice --heads, and --heads one of --kv-heads")
+    if options.plot is not None:
+        try:
+            prepare_plot(options.plot)
+        except (MissingMatplotlib, OSError) as error:
+            parser.error(str(error))
     if config.attention == "jax-cudnn" and (jax.default_backend() != "gpu" or config.dtype == "float32"):
         parser.error("--attention jax-cudnn: found no GPU or float32, wanted an NVIDIA GPU and --dtype bfloat16")
     return config, options

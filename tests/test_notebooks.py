@@ -292,6 +292,7 @@ def test_training_is_the_same_on_another_attention(train, tmp_path, capsys):
     assert "tokens per second" in capsys.readouterr().out
     ours, plain = (json.loads(line) for line in file.read_text().splitlines())
     assert (ours["attention"], plain["attention"]) == ("jflash", "jax-xla")
+    assert (ours["backend"], plain["backend"]) == ("xla", "jax-xla")
     assert len(ours["losses"]) == 12
     assert ours["losses"][-1] < ours["losses"][0] - 0.5
     np.testing.assert_allclose(ours["losses"], plain["losses"], rtol=0, atol=1e-3)
@@ -323,6 +324,7 @@ def test_text_is_that_of_python(train):
         (["--attention=jax-cudnn"], "wanted an NVIDIA GPU"),
         (["--steps=1"], "found 1, wanted at least 2"),
         (["--heads=3"], "must be a multiple"),
+        (["--plot=missing/loss.png"], "there is no folder missing"),
     ],
 )
 def test_training_refuses(train, capsys, arguments, words):

@@ -125,6 +125,12 @@ def test_the_table_lists_every_notebook_and_script():
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_table_has_the_question_of_the_notebook(name):
+    question = re.search(r"^\*\*(.+?\?.*)\*\*$", notebooks.read(name).cells[0].source, re.MULTILINE).group(1)
+    assert f"| [{name}]({name}.ipynb) | {question} |" in (notebooks.FOLDER / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name):
     text = "\n".join(cell.source for cell in notebooks.read(name).cells if cell.cell_type == "markdown")
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if not target.startswith("https://")]

@@ -40,6 +40,8 @@ class Problem:
         None.
       sinks: shape (B or 1, N) and dtype of the sinks, or None.
       dropout_rate: the part of the weights that is dropped; 0 for none.
+      learned: of each array of the terms, in the order of the leaves, whether its cotangent is wanted of a backend
+        with a `backward`; empty where none is.
       deterministic: the gradients must be bit-equal between runs of the compiled program.
       lse: the lse is part of the result, and differentiable; otherwise out alone is.
     """
@@ -59,6 +61,7 @@ class Problem:
     functions: Structure | None = None
     sinks: tuple[tuple[int, ...], np.dtype] | None = None
     dropout_rate: float = 0.0
+    learned: tuple[bool, ...] = ()
     deterministic: bool
     lse: bool
 
@@ -66,6 +69,16 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key/value head: query head n reads key/value head n // group."""
         return self.N // self.K
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """The dtype of out as a backend gives it: float32 or wider where sums of `ds` over many keys are wanted.
+
+        The backward pass takes `delta` from out. What 16 bits leave of it shifts all `ds` of a query alike: little in
+        dq and dk, but summed over keys and queries into the cotangent of a slope or a sink it was 5 % of it, and beyond
+        the error rule (2026-11-30, T=90).
+        """
+        return np.promote_types(self.dtype, np.float32) if any(self.learned) else self.dtype
 
     @property
     def is_empty(self) -> bool:

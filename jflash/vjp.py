@@ -5,6 +5,7 @@ mapped axis into B, so that a kernel has one batch axis and no more; the partiti
 kernel. Each layer sees the one below as a function of arrays.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.backends.protocol import Backend, Operands, flatten, name_residuals, problem_of
+from jflash.backends.protocol import Backend, Operands, flatten, learned_arrays, name_residuals, problem_of
 from jflash.errors import UnsupportedError
 from jflash.numerics.online_softmax import Attended, d_sinks, delta_of
 from jflash.numerics.varying import sum_to
@@ -39,29 +40,77 @@ def _forward(backend: Backend, problem: Problem, tiles: Any, operands: Operands)
     return name_residuals(Attended(*_batched_and_partitioned(backend.name, forward, operands, (), (), ("BTND", "BNT"))))
 
 
-def _save(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> tuple[Attended, tuple]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Learned:
+    """`Problem.learned`, among the residuals."""
+
+    flags: tuple[bool, ...]
+
+
+def _save(backend: Backend, problem: Problem, tiles: Any, differentiated: Operands) -> tuple[Attended, tuple]:
+    # Each leaf says whether anybody asks for its cotangent.
+    operands = jax.tree.map(lambda leaf: leaf.value, differentiated)
+    terms = jax.tree.leaves(differentiated.terms)
+    learned = tuple(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating) for leaf in terms)
+    problem = dataclasses.replace(problem, learned=learned)
     attended = _forward(backend, problem, tiles, operands)
-    return attended, (operands, attended)
+    rounded = attended._replace(out=attended.out.astype(problem.dtype))
+    return rounded, (operands, attended, _Learned(learned))
 
 
 def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tuple, cotangents: Attended) -> tuple:
-    operands, (out, lse) = residuals
-    d_out, d_lse = cotangents
+    operands, (out, lse), learned = residuals
+    problem = dataclasses.replace(problem, learned=learned.flags)
+    d_out, d_lse = map(_instantiate, cotangents)
     delta = delta_of(out, d_out, d_lse)
 
     def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
-        return tuple(backend.backward(problem_of(problem, operands), tiles, operands, *statistics))
+        *gradients, of_functions = backend.backward(problem_of(problem, operands), tiles, operands, *statistics)
+        return *gradients, *of_functions
 
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
-    gradients = _batched_and_partitioned(backend.name, backward, operands, statistics, axes, ("BTNH", "BSKH", "BSKD"))
-    dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip(gradients, operands))
-    terms, sinks = None, operands.sinks
-    if sinks is not None:
-        terms = ScoreTerms(bias=None, functions=None, dropout=None, sinks=sum_to(d_sinks(sinks, lse, delta), sinks))
-    return (Operands(q=dq, k=dk, v=dv, terms=terms, mask=None),)
+    wanted = learned_arrays(problem, operands)
+    result_axes = "BTNH", "BSKH", "BSKD", *("BNS" if "S" in array_axes else "BN" for _, array_axes in wanted)
+    dq, dk, dv, *of_functions = _batched_and_partitioned(
+        backend.name, backward, operands, statistics, axes, result_axes
+    )
+    dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip((dq, dk, dv), operands))
+    of_functions = [
+        sum_to(_sum_to_axes(gradient, array, array_axes), array)
+        for gradient, (array, array_axes) in zip(of_functions, wanted, strict=True)
+    ]
+    return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, of_functions, lse, delta), mask=None),)
 
 
-kernel_attention.defvjp(_save, _differentiate)
+kernel_attention.defvjp(_save, _differentiate, symbolic_zeros=True)
+
+
+def _instantiate(cotangent: Any) -> Array:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _sum_to_axes(gradient: Array, array: Array, axes: str) -> Array:
+    """The cotangent of an array from that of each batch row and head, (B, N) or (B, N, S)."""
+    sizes = dict(zip(axes, array.shape))
+    over = tuple(i for i, axis in enumerate("BNS"[: gradient.ndim]) if sizes.get(axis, 1) == 1)
+    return gradient.sum(over).reshape(array.shape)
+
+
+def _d_terms(
+    problem: Problem, operands: Operands, of_functions: list[Array], lse: Array, delta: Array
+) -> ScoreTerms | None:
+    """The cotangents of the terms, None where nobody asks for one."""
+    if not any(problem.learned):
+        return None
+    flags = jax.tree.unflatten(jax.tree.structure(operands.terms), problem.learned)
+    rest = iter(of_functions)
+    nothing = jax.tree.map(lambda _: None, operands.terms)
+    functions = jax.tree.map(lambda is_wanted: next(rest) if is_wanted else None, flags.functions)
+    sinks = sum_to(d_sinks(operands.sinks, lse, delta), operands.sinks) if flags.sinks else None
+    return nothing._replace(functions=functions, sinks=sinks)
 
 
 def _batched_and_partitioned(

@@ -16,6 +16,8 @@ import jax
 import nbformat
 import numpy as np
 import pytest
+from flax import nnx
+from helpers import count
 from matplotlib.image import imsave
 
 import jflash
@@ -311,6 +313,22 @@ def test_remat_changes_no_loss(train):
         one, other = (train.prepare(train.parse([*TINY, *more])[0]) for more in ([], ["--remat"]))
         text = next(train.windows(train.standard_library()[0], train.parse(TINY)[0], seed=3))
         np.testing.assert_allclose(*(step.run(step.model, step.optimizer, text) for step in (one, other)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("more", [[], ["--remat"]])
+def test_training_lowers_to_the_kernels_of_an_h200(train, more):
+    """A forward and a backward kernel for each layer: `--remat` runs no forward kernel again."""
+    size = ["--dtype=bfloat16", "--context=1024", "--width=256", "--layers=3", "--heads=4", "--kv-heads=2"]
+    config, _ = train.parse([*size, *more])
+    text = jax.ShapeDtypeStruct((config.batch, config.context + 1), np.uint8)
+    with jflash.use_options(hardware="h200"), jax.numpy_dtype_promotion("standard"):
+        graph, state = nnx.split(nnx.eval_shape(lambda: train.LanguageModel(config, rngs=nnx.Rngs(0))))
+        gradient = jax.jit(jax.grad(lambda state, text: train.loss_of(nnx.merge(graph, state), text)))
+        traced = gradient.trace(state, text)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert "custom_call @mosaic_gpu" in lowered.as_text()
+    # Each stands in its partition rule. Without the names that the policy saves there are nine.
+    assert count(traced.jaxpr.jaxpr, lambda equation: equation.primitive.name == "custom_partitioning") == 6
 
 
 def test_text_is_that_of_python(train):

@@ -69,18 +69,19 @@ def flatten(operands: Operands) -> tuple[tuple[Array, ...], tuple[str, ...], Cal
 
 
 class Gradients(NamedTuple):
-    """Cotangents of operands, in their shapes and dtypes.
+    """What a backward pass gives.
 
     Attributes:
-      q, k, v: of these.
-      functions: of the floating arrays of the functions, in their order. Of an array that all batch rows share, it is
-        the sum over those of the operands.
+      q, k, v: cotangents, in the shapes and dtypes of the operands.
+      functions: of each array of the functions that is `Problem.learned`, in their order, the cotangent of each batch
+        row and head, and of each key where the array has an axis of keys, also where the array itself is the same for
+        several of them: (B, N) or (B, N, S).
     """
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
-    functions: tuple[Array, ...] = ()
+    functions: tuple[Float[Array, "B N *S"], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ class Backend:
       name: as in `backend="xla"`.
       supports: None, or a sentence that says why this problem cannot run on this hardware, with the offending number.
       default_tiles: the tiles for a problem; None where the backend has none.
-      forward: (problem, tiles, operands) to out and lse; lse is None where the backend has none, which only a backend
-        without `backward` may do, and only where `problem.lse` does not ask for it.
+      forward: (problem, tiles, operands) to out, in `problem.out_dtype`, and lse; lse is None where the backend has
+        none, which only a backend without `backward` may do, and only where `problem.lse` does not ask for it.
       backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
@@ -121,3 +122,10 @@ def problem_of(problem: Problem, operands: Operands) -> Problem:
         mask=MaskStructure.of(operands.mask),
         **terms_of(operands.terms),
     )  # fmt: skip
+
+
+def learned_arrays(problem: Problem, operands: Operands) -> list[tuple[Array, str]]:
+    """The arrays of the functions that are `problem.learned`, with their axes."""
+    flags = iter(problem.learned[0 if operands.bias is None else 1 :])
+    leaves = (leaf for function in operands.functions for leaf in function.leaves())
+    return [leaf for leaf, is_learned in zip(leaves, flags) if is_learned]

@@ -14,7 +14,7 @@ from jflash.numerics.logits import logits
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.problem import Problem
-from jflash.scores import ScoreFunction
+from jflash.scores import ScoreFunction, at_pairs
 
 
 def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
@@ -54,22 +54,24 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     total = jnp.where(nothing, 1, total)
     p = weight / total
     if operands.dropout is not None:
-        p = operands.dropout.apply(p, t, s, place=_place)
+        p = operands.dropout.apply(p, t, s, place=functools.partial(_place, t, s))
     out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
     out = jnp.where(dead[..., 0].swapaxes(1, 2)[..., None], 0, out)
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))[..., 0]
-    return name_residuals(Attended(out.astype(problem.dtype), lse))
+    return name_residuals(Attended(out.astype(problem.out_dtype), lse))
 
 
 def _steps(functions: tuple[ScoreFunction, ...], t: Array, s: Array, score: Array, counts: Array | None) -> Array:
     """The score functions, one after the other, on logits (B, N, T, S)."""
     for function in functions:
-        score = function.apply(score, t, s, allowed=counts, place=_place)
+        score = function.apply(score, t, s, allowed=counts, place=functools.partial(_place, t, s))
     return score
 
 
-def _place(array: Array, axes: str) -> Array:
-    return array.reshape(*array.shape, *(1,) * (4 - len(axes)))
+def _place(t: Array, s: Array, array: Array, axes: str) -> Array:
+    """What an array by axes has at all pairs, against (B, N, T, S)."""
+    by_head = array if axes.startswith("BN") else array[:, None]
+    return at_pairs(by_head, axes.lstrip("BN"), q=t[0, 0], k=s[0, 0], S=s.shape[-1])
 
 
 def _supports(problem: Problem, hardware: Hardware) -> None:

@@ -17,7 +17,7 @@ from jflash.masks.arrays import canonical, is_array, refuse_captured, shown
 WHOLE = "."
 """The letter of an axis that is nobody's: the function gets the array whole, and indexes it."""
 
-# Puts an array whose axes are "B" or "BN" where it broadcasts against the logits.
+# Puts what an array by axes, "BN" or "BNT" say, has at the pairs of the logits where it broadcasts against them.
 type Place = Callable[[Array, str], Array]
 
 
@@ -33,8 +33,8 @@ class ScoreFunction:
     Attributes:
       fn: takes the logits and indices of batch row, head, query and key, all broadcastable against each other.
       arrays: what it takes besides; floating ones have a gradient, and the dtype of the logits.
-      axes: for each array a letter for each axis. With "B" or "BN" `fn` gets its values at the indices, otherwise, with
-        `WHOLE` for each axis, the array.
+      axes: for each array a letter for each axis. With "B", "BN", or these and "T" for queries, "S" for keys, "D" for
+        diagonals, `fn` gets its values at the indices, otherwise, with `WHOLE` for each axis, the array.
       is_total: `fn` and its derivatives are finite at every pair, whether that attends or not.
       b: (B,), n: (1, N), the indices: arrays, since a device of a mesh has a part of the rows and heads.
     """
@@ -115,6 +115,18 @@ def score_function(fn: Any, args: Any, *, B: int, N: int, dtype: np.dtype) -> Sc
     return ScoreFunction(
         fn=fn, arrays=arrays, axes=tuple(WHOLE * x.ndim for x in arrays), is_total=is_total, **indices(B=B, N=N)
     )
+
+
+def at_pairs(array: Array, axes: str, *, q: Array, k: Array, S: int) -> Array:
+    """What an array has at pairs: its last axes by the letters after "BN" become two, of queries and of keys.
+
+    Args:
+      axes: of the array, after those for B and N: "", "T", "S", "D" or "TS". Entry q - k + S - 1 along D belongs to the
+        diagonal of q and k.
+      q, k: (rows, 1) and (1, columns).
+    """
+    index = {"T": q, "S": k, "D": q - k + (S - 1)}
+    return array[(..., *(index[letter] for letter in axes))] if axes else array[..., None, None]
 
 
 def indices(*, B: int, N: int) -> dict[str, np.ndarray]:

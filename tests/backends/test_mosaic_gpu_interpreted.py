@@ -18,7 +18,7 @@ from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
 from jflash.backends.protocol import Operands
 from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
-from jflash.numerics.online_softmax import d_sinks
+from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
 from jflash.testing.budget import measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
@@ -140,25 +140,40 @@ def delta_of(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
     return jnp.einsum("btnd,btnd->bnt", d_out, out, preferred_element_type=jnp.float32) - d_lse
 
 
+@pytest.fixture(autouse=True)
+def unpartitioned(monkeypatch):
+    """Without `custom_partitioning`, which cannot hold the ordered effects of interpretation (JAX 0.11.2, 0.12.0)."""
+    monkeypatch.setattr(vjp, "partitioned", lambda function, arrays, **_: function(*arrays))
+
+
+HOPPER = dataclasses.replace(
+    mosaic_gpu.BACKEND,
+    name="hopper_interpreted",
+    supports=lambda problem, hardware: None,
+    default_tiles=lambda problem, hardware: interpretable(problem),
+)
+
+
 def both_passes(w: Workload, tiles: mosaic_gpu.HopperTiles, *, deterministic: bool = False):
-    """The function of operands, d_out and d_lse that gives out, lse and the gradients, kernel after kernel."""
+    """The function of operands, d_out and d_lse that gives out, lse and the gradients, by `vjp.kernel_attention`."""
     problem, _ = pose(w, deterministic=deterministic)
 
-    def run(operands, d_out, d_lse):
-        out, lse = mosaic_gpu.forward(problem, tiles, operands)
-        delta = delta_of(out, d_out, d_lse)
-        *gradients, of_functions = mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta)
-        of_sinks = () if operands.sinks is None else (d_sinks(operands.sinks, lse, delta),)
-        return out, lse, *gradients, *of_functions, *of_sinks
+    def run(operands, learned, d_out, d_lse):
+        def attend(q, k, v, learned):
+            terms = operands.terms and terms_with(w, operands.mask, learned)
+            own = jax.tree.map(jnp.asarray, Operands(q, k, v, terms, operands.mask))
+            return vjp.kernel_attention(HOPPER, problem, tiles, own)
+
+        attended, pull = jax.vjp(attend, *operands[:3], learned)
+        *gradients, of_learned = pull(Attended(d_out, d_lse))
+        return *attended, *gradients, *(of_learned[name] for name in sorted(of_learned))
 
     return run
 
 
 def results_of(w: Workload) -> tuple[str, ...]:
     """The names of what `both_passes` gives."""
-    functions = ("alibi_slopes",) * (w.alibi_slopes is not None)
-    functions += tuple(f"score_arg_{i}" for i, arg in enumerate(w.score_args) if arg.dtype == np.float32)
-    return *RESULTS, *(f"d{name}" for name in (*functions, *("sinks",) * (w.sinks is not None)))
+    return *RESULTS, *(f"d{name}" for name in sorted(oracle(w)[0].learned))
 
 
 @functools.cache
@@ -188,7 +203,8 @@ def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[st
     tiles = interpretable(pose(w)[0], **changed)
     inputs = oracle(w)[0]
     run = both_passes(w, tiles, deterministic=deterministic)
-    assert_within_budget(w, interpret(run, operands_of(w), inputs.d_out, inputs.d_lse), results_of(w))
+    found = interpret(run, operands_of(w), inputs.learned, inputs.d_out, inputs.d_lse)
+    assert_within_budget(w, found, results_of(w))
 
 
 @pytest.mark.parametrize("workload", cases(FAST))
@@ -198,19 +214,8 @@ def test_right_and_without_races(workload):
 
 @pytest.mark.parametrize("workload", cases(FAST_IN_TWO))
 def test_deterministic_gradients_are_right_and_without_races(workload):
-    """dk and dv from the fused kernel without its dq, dq from a kernel of its own, both from the truth's lse."""
-    problem, _ = pose(workload, deterministic=True)
-    inputs, truth, _ = oracle(workload)
-
-    def run(operands, lse, d_out, delta):
-        *gradients, of_functions = mosaic_gpu.backward(problem, interpretable(problem), operands, lse, d_out, delta)
-        return *gradients, *of_functions
-
-    out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
-    delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
-    found = interpret(run, operands_of(workload), lse, inputs.d_out, delta)
-    names = tuple(name for name in results_of(workload)[2:] if name != "dsinks")
-    assert_within_budget(workload, tuple(found), names)
+    """dk and dv from the fused kernel without its dq, dq from a kernel of its own."""
+    assert_right(workload, deterministic=True)
 
 
 # Tiles that are no default, each on lengths that visit more tiles than there are stages.
@@ -324,7 +329,7 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
         dead_row = filled(d_lse.swapaxes(1, 2)[..., None], dead_query, filling)[..., 0].swapaxes(1, 2)
         arrays = filled(q, dead_query, filling), filled(k, dead_key, filling), filled(v, dead_key, filling)
         operands = Operands(*arrays, None, jax.tree.map(jnp.asarray, mask))
-        return interpret(run, operands, filled(d_out, dead_query, filling), dead_row)
+        return interpret(run, operands, {}, filled(d_out, dead_query, filling), dead_row)
 
     clean = results(0.0)
     out, lse, dq, dk, dv = map(np.asarray, clean)
@@ -336,20 +341,6 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
 
 
 # The whole path -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unpartitioned(monkeypatch):
-    """Without `custom_partitioning`, which cannot hold the ordered effects of interpretation (JAX 0.11.2, 0.12.0)."""
-    monkeypatch.setattr(vjp, "partitioned", lambda function, arrays, **_: function(*arrays))
-
-
-HOPPER = dataclasses.replace(
-    mosaic_gpu.BACKEND,
-    name="hopper_interpreted",
-    supports=lambda problem, hardware: None,
-    default_tiles=lambda problem, hardware: interpretable(problem),
-)
 
 
 def loss(q, k, v, *, backend):
@@ -373,7 +364,7 @@ def scan(q, k, v, *, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transformed", [vmap_of_gradients, scan])
-def test_transformations_of_the_public_call(transformed, unpartitioned):
+def test_transformations_of_the_public_call(transformed):
     """jit, custom_vjp, the fold of a mapped axis into the batch. One rounding may fall otherwise than in float32."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 40, heads, 64)), jnp.bfloat16) for heads in (2, 1, 1))

@@ -1,6 +1,7 @@
 """From the products q · k of a tile to its logits, inside a kernel: softcap, ALiBi, functions of the caller's."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ from jflash.scores import ScoreFunction
 class TileLogits:
     """The logits of one problem on tiles, and their derivatives.
 
+    Attributes:
+      is_linear: they are q · k times the scale.
+      is_total: they and their derivatives are finite at every pair, whether it attends or not.
+
     Args:
       functions: those of the operands, with arrays in them.
       tile_map: of the kernel; its form does not matter.
@@ -27,13 +32,17 @@ class TileLogits:
 
     def __init__(self, problem: Problem, functions: tuple[ScoreFunction, ...], tile_map: TileMap):
         self.is_linear = is_linear(problem)
+        self.is_total = all(function.is_total for function in functions)
         self._scale, self._transpose = problem.scale, tile_map.transpose
         values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
         self._values = TileValues(values, tile_map)
         self._function = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
         self._dtypes = _dtypes(values)
-        # After s, and in the order of the values.
-        self.learned = tuple(i for i, value in enumerate(values) if value.array.dtype == np.float32)
+        # `refusal` keeps a bias away, so that the arrays of the functions are the first of the terms.
+        flags = list(itertools.islice(itertools.chain(problem.learned, itertools.repeat(False)), len(values)))
+        floats = [i for i, value in enumerate(values) if value.array.dtype == np.float32]
+        # Of the derivatives by floating values, those that are wanted.
+        self._wanted = tuple(position for position, i in enumerate(floats) if flags[i])
 
     @property
     def unit(self) -> float:
@@ -55,10 +64,15 @@ class TileLogits:
     def with_derivatives(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any
     ) -> tuple[Any, Any, list[Any]]:
-        """The logits, their derivative by scale · qk, and those by the values that are `learned`."""
+        """The logits, their derivative by scale · qk, and those by the values that are learned."""
         evaluate = value_and_derivatives(self._function, self._dtypes)
         s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, **place))
-        return s, by_qk, by_values
+        return s, by_qk, [by_values[position] for position in self._wanted]
+
+    @property
+    def learned(self) -> int:
+        """How many values are learned."""
+        return len(self._wanted)
 
     def _arguments(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, b: Any, n: Any, q_at: Any, k_at: Any
@@ -75,16 +89,18 @@ def is_linear(problem: Problem) -> bool:
 
 def refusal(problem: Problem) -> str | None:
     """Why a kernel cannot compute these logits, or None."""
+    if is_linear(problem):
+        return None
     functions = problem.functions.value if problem.functions else ()
-    for function in functions:
-        for array, axes in function.leaves():
-            if axes not in AXES:
-                return f"its kernels take values per head, query or key of a score function, {function} has others"
-            if np.dtype(array.dtype) not in DTYPES:
-                return f"its kernels take no {array.dtype} of a score function, as {function} has"
     values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
+    for array, axes in values:
+        if axes not in AXES:
+            return f"its kernels take values per batch row, head, query or key of a score function, not {functions[-1]}"
+        if np.dtype(array.dtype) not in DTYPES:
+            return f"its kernels take float32, int32 and booleans of a score function, not {array.dtype}"
     composed = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
-    return value_and_derivatives(composed, _dtypes(values)).refusal
+    reason = value_and_derivatives(composed, _dtypes(values)).refusal
+    return reason and f"{reason}, of {functions[-1]}"
 
 
 def _dtypes(values: list[Value]) -> tuple[np.dtype, ...]:

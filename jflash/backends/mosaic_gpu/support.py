@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jflash.backends.mosaic_gpu import logits
 from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
 from jflash.hardware import Hardware
@@ -26,19 +27,13 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
             return f"accumulators of {letter}={size} columns do not fit the registers; at most {_WIDEST_HEAD}"
     if problem.bias is not None:
         return "its kernels do not take a bias yet"
-    if problem.softcap is not None:
-        return "its kernels do not take a softcap yet"
-    if problem.functions is not None:
-        return f"its kernels do not take a score function yet, as {problem.functions.value[0]} is one"
-    if problem.sinks is not None:
-        return "its kernels do not take sinks yet"
     if problem.dropout_rate:
         return "its kernels do not drop weights out yet"
     if problem.scale <= 0:
         return (
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"
         )
-    return _refused_values(problem)
+    return logits.refusal(problem) or _refused_values(problem)
 
 
 def notes(problem: Problem) -> tuple[str, ...]:

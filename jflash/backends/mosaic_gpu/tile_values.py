@@ -19,7 +19,7 @@ from jflash.backends.mosaic_gpu.primitives import (
 from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
 
-AXES = frozenset(("", "B", "BN", "BT", "BS", "BNT", "BNS"))
+AXES = frozenset(("B", "BN", "BT", "BS", "BNT", "BNS"))
 """The axes that such an array may have."""
 DTYPES = frozenset(np.dtype(dtype) for dtype in (np.bool_, np.int32, np.float32))
 

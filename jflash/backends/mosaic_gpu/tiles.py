@@ -6,6 +6,7 @@ import heapq
 
 import numpy as np
 
+from jflash.backends.mosaic_gpu.logits import is_linear
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
@@ -181,18 +182,17 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    key_values = sum("S" in value.axes for value in mask.values())
+    key_values, linear = sum("S" in value.axes for value in mask.values()), is_linear(problem)
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
-        forward = _forward_tiles(
-            H, Hv, masked=masked, has_lists=has_lists, key_values=key_values, head_group=head_group
-        )
+        traits = {"masked": masked, "linear": linear, "has_lists": has_lists, "key_values": key_values}
+        forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
         forward=forward,
         backward=dataclasses.replace(
-            _backward_tiles(H, Hv, has_lists=has_lists),
+            _backward_tiles(H, Hv, few_registers=has_lists or not linear),
             head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
         ),
         backward_dq=_dq_tiles(H, Hv, head_group=head_group),
@@ -220,7 +220,7 @@ def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: i
     if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
         return None
     # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
-    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 else 2
+    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 and is_linear(problem) else 2
     tiles = ForwardTiles(warpgroups=warpgroups, block_k=128, pin_wait=masked or H > 64, blocks=sm_count)
     sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
     tile_map = TileMap(mask=problem.mask.mask, **sizes)
@@ -283,21 +283,24 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
     return min(range(1, most + 1), key=time_in_steps)
 
 
-def _forward_tiles(H: int, Hv: int, *, masked: bool, has_lists: bool, key_values: int, head_group: int) -> ForwardTiles:
-    if max(H, Hv) <= 64:
+def _forward_tiles(
+    H: int, Hv: int, *, masked: bool, linear: bool, has_lists: bool, key_values: int, head_group: int
+) -> ForwardTiles:
+    if max(H, Hv) <= 64 and linear:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
         block_k, stages = (64, 3) if has_lists else (128, 2)
         return ForwardTiles(warpgroups=3, block_k=block_k, stages=stages, pin_wait=masked, head_group=head_group)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers. With 192 of Q and
-    # two values for each key, as of `Tree`, 8 bytes are spilled.
-    widest_qk = 192 if key_values < 2 else 128
+    # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
+    widest_qk = 192 if key_values < 2 and linear else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(H: int, Hv: int, *, has_lists: bool) -> BackwardTiles:
-    # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0).
-    if max(H, Hv) <= 64 and not has_lists:
+def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
+    # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0), with other
+    # logits than q · k up to 700.
+    if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
         return BackwardTiles(block_q=64)

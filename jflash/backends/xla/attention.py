@@ -49,7 +49,7 @@ from jflash.numerics.online_softmax import (
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.numerics.varying import like
 from jflash.problem import Problem
-from jflash.scores import Dropout, ScoreFunction
+from jflash.scores import Dropout, ScoreFunction, at_pairs
 
 
 class Arrays(NamedTuple):
@@ -236,7 +236,7 @@ class _Grid:
 
     def split_sinks(self, sinks: Array | None) -> Array | None:
         """Sinks, or tangents of sinks, against the rows of queries (b, k, g, block_q)."""
-        return None if sinks is None else self._by_head(sinks, "BN")[..., 0]
+        return None if sinks is None else self._by_head(sinks)[..., None]
 
     def split_result(self, attended: Attended) -> tuple[Array, Array]:
         """Cuts out and lse into the blocks of the rows: (rows, b, k, g, block_q, d) and the same without d."""
@@ -249,7 +249,7 @@ class _Grid:
         # (rows, b, k, g, t, d) to (b, rows, t, k, g, d): the rows of a batch row one after the other.
         out = out.transpose(1, 0, 4, 2, 3, 5).reshape(problem.B, -1, problem.N, problem.Hv)[:, : problem.T]
         lse = lse.transpose(1, 2, 3, 0, 4).reshape(problem.B, problem.N, -1)[..., : problem.T]
-        return Attended(out.astype(problem.dtype), lse)
+        return Attended(out.astype(problem.out_dtype), lse)
 
     def _split_rows(self, x: Float[Array, "B T N d"]) -> Float[Array, "rows B K G block_q d"]:
         problem = self._problem
@@ -280,10 +280,15 @@ class _Grid:
         x = x.reshape(B, K, group, rows, block_q, columns, block_k)
         return x.transpose(3, 5, 0, 1, 2, 4, 6)
 
-    def _by_head(self, x: Array, axes: str) -> Array:
-        """What has axes B, or B and N, against a tile (b, k, g, block_q, block_k), with each axis possibly 1."""
-        K, group = (self._problem.K, self._problem.group) if axes == "BN" and x.shape[1] > 1 else (1, 1)
-        return x.reshape(x.shape[0], K, group, 1, 1)
+    def _by_head(self, x: Array) -> Array:
+        """(B, N, ...) to (b, k, g, ...), with each axis possibly 1."""
+        K, group = (self._problem.K, self._problem.group) if x.shape[1] > 1 else (1, 1)
+        return x.reshape(x.shape[0], K, group, *x.shape[2:])
+
+    def _place(self, pairs: Pairs, x: Array, axes: str) -> Array:
+        """What an array by axes has at pairs, against a tile (b, k, g, block_q, block_k), with each axis possibly 1."""
+        by_head = self._by_head(x if axes.startswith("BN") else x[:, None])
+        return at_pairs(by_head, axes.lstrip("BN"), q=pairs.q, k=pairs.k[None], S=self._problem.S)
 
     # Over rows and columns --------------------------------------------------------------------------------------------
 
@@ -347,10 +352,11 @@ class _Grid:
         qk = self._einsum("bkgth,bksh->bkgts", q, k)
         bias = None if bias is None else bias.astype(self.dtype)
         functions = tuple(_put_floats(self._functions, args))
+        place = functools.partial(self._place, pairs)
 
         def steps(s: Array, counts: Array | None) -> Array:
             for function in functions:
-                s = function.apply(s, pairs.q, pairs.k, allowed=counts, place=self._by_head)
+                s = function.apply(s, pairs.q, pairs.k, allowed=counts, place=place)
             return s
 
         problem = self._problem
@@ -362,7 +368,7 @@ class _Grid:
     def weigh(self, pairs: Pairs, p: Array, v: Array) -> Array:
         """The sum of values of a tile, weighted for each query, after dropout."""
         if self._dropout is not None:
-            p = self._dropout.apply(p, pairs.q, pairs.k, place=self._by_head)
+            p = self._dropout.apply(p, pairs.q, pairs.k, place=functools.partial(self._place, pairs))
         return self._einsum("bkgts,bksd->bkgtd", p, v)
 
     def _pairs(self, i: Array, j: Array, *, is_full: bool) -> Pairs:

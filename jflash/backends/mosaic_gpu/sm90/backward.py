@@ -11,7 +11,7 @@ from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
-from jflash.backends.protocol import Gradients, Operands
+from jflash.backends.protocol import Gradients, Operands, learned_arrays
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
 from jflash.numerics.varying import like
 from jflash.problem import Problem
@@ -51,7 +51,7 @@ def backward(
             d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
             d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
-    gradients = Gradients(d_q, d_k, d_v, _d_functions(problem, operands, sums))
+    gradients = Gradients(d_q, d_k, d_v, _sums(problem, sums, learned_arrays(problem, operands)))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -72,17 +72,10 @@ def _with_dq(
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
-def _d_functions(problem: Problem, operands: Operands, sums: list[Float[Array, "parts B N padded_S"]]) -> tuple:
-    """The cotangents of the floating arrays of the functions, of their shapes, from their sums over queries."""
-    floating = ((x, axes) for f in operands.functions for x, axes in f.leaves() if x.dtype == np.float32)
-
-    def cotangent(array: Array, axes: str, own: Array) -> Array:
-        own = own[..., : problem.S].sum(0)
-        kept = dict(zip(axes, array.shape))
-        over = tuple(i for i, axis in enumerate("BNS") if kept.get(axis, 1) == 1)
-        return own.sum(over).reshape(array.shape)
-
-    return tuple(cotangent(array, axes, own) for (array, axes), own in zip(floating, sums, strict=True))
+def _sums(problem: Problem, sums: list[Float[Array, "parts B N padded_S"]], learned: list[tuple[Array, str]]) -> tuple:
+    """`Gradients.functions` from the parts of the sums over queries."""
+    whole = (own[..., : problem.S].sum(0) for own in sums)
+    return tuple(own if "S" in axes else own.sum(-1) for own, (_, axes) in zip(whole, learned, strict=True))
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:

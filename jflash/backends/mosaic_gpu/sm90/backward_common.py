@@ -153,7 +153,7 @@ class BackwardKernel(abc.ABC):
         problem, dtype = self.problem, self.problem.dtype
         sums = (self.sum_parts, problem.B, problem.N, self.visits.rows * self.block_k)
         dk_and_dv = [result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)]
-        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * len(self.logits.learned)
+        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * self.logits.learned
 
     @abc.abstractmethod
     def _scratch(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
-        learned = len(self.logits.learned)
+        learned = self.logits.learned
 
         results = hopper_kernel(
             kernel,
@@ -287,12 +287,8 @@ class BackwardKernel(abc.ABC):
         """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
         if not self.logits.is_linear:
             return jnp.zeros(shape, jnp.float32)
-
-        def masked(x):
-            return jnp.where(self._allowed(block, q_at + q_from, k_at, shape), x, -jnp.inf)
-
         start = self._statistic(block, slot, 0, q_from, shape)
-        return lax.cond(is_partial, masked, lambda x: x, start) if self.visits.is_masked else start
+        return self._allowed_or(-jnp.inf, start, block, is_partial, q_at=q_at + q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta."""
@@ -305,9 +301,14 @@ class BackwardKernel(abc.ABC):
     def _ids(self, block: Block, shape: tuple[int, int]):
         return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
 
-    def _allowed(self, block: Block, q_at, k_at, shape: tuple[int, int]):
-        place = {"b": block.b, "q_at": q_at, "k_at": k_at}
-        return self.visits.allowed(block.mask_refs, self._ids(block, shape), **place, shape=shape)
+    def _allowed_or(self, other: float, x, block: Block, is_partial, *, q_at, k_at):
+        """The tile, with another value where the mask does not allow a pair."""
+
+        def masked(x):
+            place = {"b": block.b, "q_at": q_at, "k_at": k_at, "shape": x.shape}
+            return jnp.where(self.visits.allowed(block.mask_refs, self._ids(block, x.shape), **place), x, other)
+
+        return lax.cond(is_partial, masked, lambda x: x, x) if self.visits.is_masked else x
 
     # From S and dP to P and dS ----------------------------------------------------------------------------------------
 
@@ -316,23 +317,20 @@ class BackwardKernel(abc.ABC):
 
         `sums_from` is where the keys of the tile stand among those of the block.
         """
-        shape, q_at = s.shape, step.q_at + q_from
-        place = {"b": block.b, "n": step.head, "q_at": q_at, "k_at": k_at}
-        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, self._ids(block, shape), **place)
-        p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, shape)) * LOG2_E)
+        place = {"q_at": step.q_at + q_from, "k_at": k_at}
+        ids, at = self._ids(block, s.shape), {"b": block.b, "n": step.head, **place}
+        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, ids, **at)
+        p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
+        p = self._allowed_or(0.0, p, block, step.is_partial, **place)
 
-        def allowed_or_zero(*tiles):
-            # A function of the caller's may be NaN, and have such derivatives, where the mask does not allow a pair.
-            allowed = self._allowed(block, q_at, k_at, shape)
-            return tuple(jnp.where(allowed, x, 0) for x in tiles)
+        def times_p(derivative):
+            # Only a function that may have poles has such derivatives where the mask does not allow a pair.
+            d = p * dp * derivative
+            return d if self.logits.is_total else jnp.where(p == 0, 0, d)
 
-        d_logits = p * dp
-        tiles = p, d_logits * by_qk, *(d_logits * by_value for by_value in by_values)
-        if self.visits.is_masked:
-            tiles = lax.cond(step.is_partial, allowed_or_zero, lambda *tiles: tiles, *tiles)
-        p, ds, *d_values = tiles
-        self._add_up(block, step, d_values, pl.ds(sums_from, shape[0]), sum_part, k_at)
-        return p, ds
+        d_values = [times_p(by_value) for by_value in by_values]
+        self._add_up(block, step, d_values, pl.ds(sums_from, s.shape[0]), sum_part, k_at)
+        return p, times_p(by_qk)
 
     def _add_up(self, block: Block, step: Step, d_values, own_keys, sum_part, k_at) -> None:
         """Sums over the queries of a head, in shared memory; after its last step they go to global memory."""

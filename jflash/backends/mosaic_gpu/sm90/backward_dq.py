@@ -264,19 +264,20 @@ class _Dq:
         """
         if not self.logits.is_linear:
             return jnp.zeros(self.s_shape, jnp.float32)
-        start = along_rows(rows.minus_lse, self.s_shape)
-        return self._allowed_or(rows, i, -jnp.inf, start)
+        return self._allowed_or(-jnp.inf, along_rows(rows.minus_lse, self.s_shape), rows, i)
 
     def _ds(self, rows: _Rows, i, s, dp):
-        """dS by scale · qk, where the logits are made of S here."""
+        """dS by scale · qk, where the logits are made of S here; as in the fused kernels."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         ids = plgpu.load(rows.ids, layout=BY_COLUMN)
         logits, by_qk, _ = self.logits.with_derivatives(rows.logit_refs, s, ids, **place)
         p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
-        return self._allowed_or(rows, i, 0, p * dp * by_qk)
+        p = self._allowed_or(0.0, p, rows, i)
+        ds = p * dp * by_qk
+        return ds if self.logits.is_total else jnp.where(p == 0, 0, ds)
 
-    def _allowed_or(self, rows: _Rows, i, other, x):
-        """x, and something else at masked pairs of the i-th visited tile."""
+    def _allowed_or(self, other: float, x, rows: _Rows, i):
+        """The i-th visited tile, with another value at masked pairs."""
         if not self.visits.is_masked:
             return x
         column = rows.visits.column(i)

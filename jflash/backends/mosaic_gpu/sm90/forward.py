@@ -67,10 +67,15 @@ def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attende
     # Sizes and indices are 32 bits in the kernel; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
         out, lse = _Forward(problem, tiles, operands)(q, k, v)
-        if tiles.forward.splits > 1:
+        if _stores_float32(problem, tiles.forward):
             out, lse = _merged(problem, out, lse, operands.sinks)
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(Attended(out, lse[..., : problem.T]), operands)
+
+
+def _stores_float32(problem: Problem, tiles: ForwardTiles) -> bool:
+    """Whether the kernel gives float32 parts of out, which are merged, and rounded, after it."""
+    return tiles.splits > 1 or problem.out_dtype != problem.dtype
 
 
 def _merged(
@@ -86,7 +91,7 @@ def _merged(
     # As keys, each with its lse for a logit and its out for a value; a sink is a key without a value.
     l = weight.sum(0) if sinks is None else weight.sum(0) + jnp.exp(sinks[..., None] - finite(m))
     out, lse = finish(Carry(m, l, (weight[..., None] * out).sum(0)))
-    return out[..., : problem.T, : problem.Hv].swapaxes(1, 2).astype(problem.dtype), lse
+    return out[..., : problem.T, : problem.Hv].swapaxes(1, 2).astype(problem.out_dtype), lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +121,9 @@ class _Forward:
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands):
         self.problem, self.operands = problem, operands
         self.tiles: ForwardTiles = tiles.forward
+        if problem.out_dtype != problem.dtype:
+            # What `_parts` adds to p takes registers.
+            self.tiles = dataclasses.replace(self.tiles, block_k=min(self.tiles.block_k, 64))
         self.inline_ptx = tiles.inline_ptx
         self.block_q, self.block_k = self.tiles.block_q, self.tiles.block_k
         lengths = problem.T, problem.S
@@ -126,8 +134,9 @@ class _Forward:
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
         self.logits = TileLogits(problem, operands.functions, tile_map)
-        # Splits have no sinks; their merge has.
-        self.sinks = operands.sinks if self.tiles.splits == 1 else None
+        self.stores_float32 = _stores_float32(problem, self.tiles)
+        # The merge adds the sinks itself.
+        self.sinks = None if self.stores_float32 else operands.sinks
         self.scale_log2 = self.logits.unit * LOG2_E
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
@@ -150,7 +159,7 @@ class _Forward:
             result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
             result_struct(lse_shape, jnp.float32, self.operands),
         ]
-        if tiles.splits > 1:
+        if self.stores_float32:
             shapes = (tiles.splits, *lse_shape, self.vo.chunks * CHUNK), (tiles.splits, *lse_shape)
             out_type = [result_struct(shape, jnp.float32, self.operands) for shape in shapes]
 
@@ -315,7 +324,7 @@ class _Forward:
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
     def _compute(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup) -> None:
-        _, q_mma, out_tma, out_mma = s.q_and_out
+        q_mma = s.q_and_out[1]
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
         logits = functools.partial(self._logits, tile, g, s.ids, q_at)
@@ -324,14 +333,21 @@ class _Forward:
 
         factor, lse = self._normalised(tile, g, m, l)
         out = [part_of_o * along_rows(factor, part_of_o.shape) for part_of_o in o]
-        if self.tiles.splits > 1:
-            # In float32, for which the place of Q has no room: out is rounded once, when it is merged.
+        if self.stores_float32:
+            # For which the place of Q has no room.
             for piece, x in enumerate(out):
                 columns = pl.ds(piece * self.vo.width, self.vo.width)
                 g.out[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS), columns] = x
             g.lse[tile.split, tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)] = lse
-            return
+        else:
+            self._store(tile, g, s, warpgroup, out, lse)
+        if self.tiles.q_stages > 1:
+            plgpu.barrier_arrive(s.q_free.at[slot])
 
+    def _store(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup, out, lse) -> None:
+        """Out, rounded, and lse by TMA, from where Q was."""
+        _, _, out_tma, out_mma = s.q_and_out
+        slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         if self.qk != self.vo:
             # Rows of out are not as long as those of Q, so that they lie over the Q of other warpgroups too.
             plgpu.barrier_arrive(s.q_read)
@@ -340,14 +356,12 @@ class _Forward:
             out_mma[slot, piece] = x.astype(g.out.dtype)
         s.lse[warpgroup] = lse
         plgpu.commit_smem()
-
         # Also past the last query: out is clipped there, and lse has room.
         place = {"b": tile.b, "row": q_at, "rows": WARPGROUP_ROWS, "head": tile.n}
         store_pieces(self.vo.refs(out_tma.at[slot]), g.out, **place)
         plgpu.copy_smem_to_gmem(s.lse.at[warpgroup], g.lse.at[tile.b, tile.n, pl.ds(q_at, WARPGROUP_ROWS)])
         if self.tiles.q_stages > 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(s.q_free.at[slot])
 
     def _normalised(self, tile: "_Tile", g: types.SimpleNamespace, m, l) -> tuple[Any, Any]:
         """What the sums of p · v are multiplied by to be out, and the lse."""
@@ -372,7 +386,7 @@ class _Forward:
 
     def _attend(self, tile: "_Tile", logits, q, q_slot, s: types.SimpleNamespace, *o_refs):
         """The pieces of the sum of p · v, the row maxima m (of logits / unit) and the row sums l of p."""
-        dtype, count = self.problem.dtype, tile.visits.count
+        count = tile.visits.count
         k, v, k_full, v_full, k_free, v_free = s.k[1], s.v[1], s.k_full, s.v_full, s.k_free, s.v_free
         s_accumulator = plgpu.ACC(self.s_shape, jnp.float32)
 
@@ -385,9 +399,10 @@ class _Forward:
             for q_piece, k_piece in zip(self.qk.refs(q.at[own]), self.qk.refs(k.at[slot])):
                 plgpu.wgmma(s_ref, q_piece, k_piece.T)
 
-        def issue_o(p, slot):
-            for o_ref, v_piece in zip(o_refs, self.vo.refs(v.at[slot])):
-                plgpu.wgmma(o_ref, p, v_piece)
+        def issue_o(p_parts, slot):
+            for p in p_parts:
+                for o_ref, v_piece in zip(o_refs, self.vo.refs(v.at[slot])):
+                    plgpu.wgmma(o_ref, p, v_piece)
 
         def wait_for_k(i):
             @pl.when(i < count)
@@ -399,21 +414,21 @@ class _Forward:
             return s_ref[...]
 
         def step(i, carry):
-            p16, m, l = carry
+            p_parts, m, l = carry
             slot, previous = slot_of_step(i), slot_of_step(i - 1)
             plgpu.barrier_wait(v_full.at[previous])
 
             def matmuls(s_ref):
                 issue_s(s_ref, slot)
-                issue_o(p16, previous)
-                return plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
+                issue_o(p_parts, previous)
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count * len(p_parts))
 
             s = pl.run_scoped(matmuls, s_accumulator)
             plgpu.barrier_arrive(k_free.at[slot])
             p, m, l, factor, rescale = self._softmax(logits(s, i), m, l)
             if self.tiles.pin_wait:
-                # p stays float32: P V still reads the registers of p16. The optimization barrier holds LLVM; the wait
-                # on an mbarrier ends the basic block, and so holds ptxas.
+                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; the
+                # wait on an mbarrier ends the basic block, and so holds ptxas.
                 p, m, l, factor = lax.optimization_barrier((p, m, l, factor))
                 wait_for_k(i + 1)
             o = [plgpu.wgmma_accumulator_load(o_ref, wait_n=0) for o_ref in o_refs]
@@ -423,7 +438,7 @@ class _Forward:
             o = lax.cond(rescale, lambda o: [x * along_rows(factor, x.shape) for x in o], lambda o: o, o)
             for o_ref, x in zip(o_refs, o):
                 o_ref[...] = x
-            return p.astype(dtype), m, l
+            return self._parts(p), m, l
 
         first = slot_of_step(i32(0))
         plgpu.barrier_wait(k_full.at[first])
@@ -432,13 +447,21 @@ class _Forward:
         m = s.max(axis=1)
         p, l = self._weights(s, m)
         wait_for_k(i32(1))
-        p16, m, l = lax.fori_loop(1, count, step, (p.astype(dtype), m, l))
+        p_parts, m, l = lax.fori_loop(1, count, step, (self._parts(p), m, l))
         last = slot_of_step(count - 1)
         plgpu.barrier_wait(v_full.at[last])
-        issue_o(p16, last)
+        issue_o(p_parts, last)
         o = [o_ref[...] for o_ref in o_refs]
         plgpu.barrier_arrive(v_free.at[last])
         return o, m, l.sum(axis=1)
+
+    def _parts(self, p) -> tuple[Any, ...]:
+        """p in 16 bits; with what these leave, where out is wanted in float32."""
+        dtype = self.problem.dtype
+        first = p.astype(dtype)
+        if self.problem.out_dtype == dtype:
+            return (first,)
+        return first, (p - first.astype(jnp.float32)).astype(dtype)
 
     def _softmax(self, s, m, l):
         """One step of the online softmax: p, the new m and l, and by what to rescale the accumulators, if at all."""

@@ -17,19 +17,29 @@ from jaxtyping import Array
 from jflash.backends.protocol import Backend, Operands, flatten, learned_arrays, name_residuals, problem_of
 from jflash.errors import UnsupportedError
 from jflash.numerics.online_softmax import Attended, d_sinks, delta_of
+from jflash.numerics.precision import compute_dtype
 from jflash.numerics.varying import sum_to
 from jflash.parallel.partition import partitioned
 from jflash.problem import Problem
-from jflash.scores import ScoreTerms
+from jflash.scores import ScoreTerms, streamed
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def kernel_attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
     """Attention by a backend with a backward pass of its own (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
 
     First-order reverse mode only. A second derivative raises UnsupportedError and names `backend="xla"`. JAX itself
     refuses forward mode ("can't apply forward-mode autodiff (jvp) to a custom_vjp function"); `backend="xla"` has it.
     """
+    if operands.functions:
+        # Outside of what has a derivative of its own: from the cotangents of streams JAX makes those of arguments.
+        sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
+        functions = tuple(streamed(function, **sizes) for function in operands.functions)
+        operands = operands._replace(terms=operands.terms._replace(functions=functions))
+    return _attention(backend, problem, tiles, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(backend: Backend, problem: Problem, tiles: Any, operands: Operands) -> Attended:
     return _forward(backend, problem, tiles, operands)
 
 
@@ -83,7 +93,7 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, of_functions, lse, delta), mask=None),)
 
 
-kernel_attention.defvjp(_save, _differentiate, symbolic_zeros=True)
+_attention.defvjp(_save, _differentiate, symbolic_zeros=True)
 
 
 def _instantiate(cotangent: Any) -> Array:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jaxtyping import Array
 
-from jflash.backends.protocol import Backend, Gradients, Operands
+from jflash.backends.protocol import Backend, Gradients, Operands, learned_arrays, with_learned_arrays
 from jflash.numerics.online_softmax import Attended, delta_of
 from jflash.numerics.varying import like
 from jflash.problem import Problem
@@ -43,13 +44,19 @@ def per_platform(own: Backend, platform: str, other: Backend, other_tiles: Any) 
             return own.backward(problem, tiles, *arguments)
 
         def run_other(operands: Operands, lse: Array, d_out: Array, delta: Array) -> Gradients:
-            def call(q: Array, k: Array, v: Array) -> Attended:
-                return other.forward(problem, other_tiles, operands._replace(q=q, k=k, v=v))
+            def call(q: Array, k: Array, v: Array, learned: list[Array]) -> Attended:
+                own = with_learned_arrays(problem, operands._replace(q=q, k=k, v=v), learned)
+                return other.forward(problem, other_tiles, own)
 
             # As a kernel's, gradients are one device's share, and summed outside where the devices share an operand.
-            attended, pull = jax.vjp(call, *like(operands[:3], (operands, lse, d_out, delta)))
+            # So are those of arrays that batch rows or heads share.
+            heads = problem.B, problem.N
+            learned = [jnp.broadcast_to(x, (*heads, *x.shape[2:])) for x, _ in learned_arrays(problem, operands)]
+            arrays = like((*operands[:3], learned), (operands, lse, d_out, delta))
+            attended, pull = jax.vjp(call, *arrays)
             d_lse = delta_of(attended.out, d_out, delta)
-            return Gradients(*pull(Attended(d_out, d_lse.astype(lse.dtype))))
+            *gradients, d_learned = pull(Attended(d_out.astype(problem.out_dtype), d_lse.astype(lse.dtype)))
+            return Gradients(*gradients, tuple(d_learned))
 
         return _choose(run_own, run_other, operands, lse, d_out, delta, platform=platform)
 

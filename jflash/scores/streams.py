@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jflash.errors import ArgumentError
 from jflash.scores.expression import INDICES, SHAPES, Part, Place, expression_of
-from jflash.scores.function import WHOLE, ScoreFunction
+from jflash.scores.function import ScoreFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> Sco
     Raises:
       ArgumentError: as of `streams_of`.
     """
-    if not any(WHOLE in axes for axes in function.axes):
+    if all("B" in axes for axes in function.axes):
         return function
     sizes = tuple(tuple(array.shape) for array in function.arrays)
     fn = _of_whole_arrays(function.fn, function.axes, sizes)

@@ -11,11 +11,13 @@ import numpy as np
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, tile_indices
+from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
 from jflash.numerics.logits import logits
+from jflash.numerics.precision import compute_dtype
 from jflash.problem import Problem
-from jflash.scores import ScoreFunction
+from jflash.scores import ScoreFunction, streamed
 
 
 class TileLogits:
@@ -92,10 +94,18 @@ def refusal(problem: Problem) -> str | None:
     if is_linear(problem):
         return None
     functions = problem.functions.value if problem.functions else ()
+    sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
+    try:
+        functions = tuple(streamed(function, **sizes) for function in functions)
+    except ArgumentError as error:
+        return str(error)
     values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
     for array, axes in values:
         if axes not in AXES:
-            return f"its kernels take values per batch row, head, query or key of a score function, not {functions[-1]}"
+            kinds = {"BND": "diagonal", "BNTS": "pair"}
+            return f"its kernels take no number for each {kinds[axes]} of a score function yet, as {functions[-1]} has"
+        if axes == "BNT" and array.dtype == np.float32 and array.shape[-1] > 1:
+            return f"its kernels give no cotangent for each query of a score function yet, as {functions[-1]} wants"
         if np.dtype(array.dtype) not in DTYPES:
             return f"its kernels take float32, int32 and booleans of a score function, not {array.dtype}"
     composed = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))

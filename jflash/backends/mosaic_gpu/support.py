@@ -5,6 +5,8 @@ import numpy as np
 from jflash.backends.mosaic_gpu import logits
 from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
+from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES
+from jflash.backends.mosaic_gpu.visits import function_of
 from jflash.hardware import Hardware
 from jflash.problem import Problem
 
@@ -49,11 +51,11 @@ def notes(problem: Problem) -> tuple[str, ...]:
 
 
 def _refused_values(problem: Problem) -> str | None:
-    if problem.mask.mask.has_function:
-        return "its kernels do not run a function of the caller's yet, as MaskFn has one"
-    for value in problem.mask.mask.values():
-        if "N" in value.axes:
-            return f"its kernels take mask values per batch row, query or key, not along {value.axes} (a dense mask)"
-        if np.dtype(value.array.dtype) != np.int32:
-            return f"its kernels take mask values that are int32, not {value.array.dtype}"
-    return None
+    mask = problem.mask.mask
+    for value in mask.values():
+        if value.axes not in AXES:
+            return f"its kernels take mask values per batch row, head, query or key, not along {value.axes}"
+        if np.dtype(value.array.dtype) not in DTYPES:
+            return f"its kernels take mask values that are float32, int32 or booleans, not {value.array.dtype}"
+    reason = function_of(mask).refusal if mask.has_function else None
+    return reason and f"{reason}, of {mask}"

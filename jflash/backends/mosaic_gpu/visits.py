@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jflash.backends.mosaic_gpu.elementwise import Elementwise
 from jflash.backends.mosaic_gpu.primitives import i32
 from jflash.backends.mosaic_gpu.tile_values import TileValues, tile_indices
-from jflash.masks.mask import TileKind
-from jflash.masks.tile_map import TileMap
+from jflash.masks.mask import Mask, TileKind
+from jflash.masks.tile_map import TileMap, lists_of, union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class TileVisits:
         # What of `operands()` says which tiles to visit: the values, or the two arrays of the lists.
         self._visit_count = self._values.count if tile_map.form == "runs" else 2
         self.is_masked = not self._part_map.is_all_full
+        self._evaluate = evaluated(tile_map.mask)
 
     @property
     def rows(self) -> int:
@@ -65,10 +68,11 @@ class TileVisits:
         if self._map.form == "runs":
             rows = (value.expanded().reshape(-1) for value in self._map.mask.values())
             return tuple(jnp.asarray(array, jnp.int32) for array in rows) + values
-        lists = self._map.lists()
+        # The same for all heads: a tile that some do not see they evaluate, and find masked.
+        lists = lists_of(union(self._map.kinds(), axes=(1,)))
         partial = (jnp.asarray(lists.kind) != TileKind.FULL.value).astype(jnp.int32)
         entries = jnp.asarray(lists.column, jnp.int32) * 2 + partial
-        return jnp.asarray(lists.count, jnp.int32)[:, 0], entries[:, 0], *values
+        return jnp.asarray(lists.count, jnp.int32), entries, *values
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
@@ -102,25 +106,46 @@ class TileVisits:
         )
 
     def allowed(
-        self, refs: tuple[Any, ...], column_ids: jax.Array, *, b: Any, q_at: Any, k_at: Any, shape: tuple[int, int]
+        self,
+        refs: tuple[Any, ...],
+        column_ids: jax.Array,
+        *,
+        b: Any,
+        n: Any,
+        q_at: Any,
+        k_at: Any,
+        shape: tuple[int, int],
     ) -> jax.Array:
         """Which pairs of a tile attend: queries by keys, or keys by queries where the map is transposed.
 
         Args:
           refs: the `operands()` in global memory.
           column_ids: as of `tile_indices`.
-          b: the batch row.
+          b, n: the batch row and the query head.
           q_at, k_at: the first query and the first key of the tile.
         """
         place = {"q_at": q_at, "k_at": k_at, "shape": shape}
         q, k = tile_indices(column_ids, **place, transpose=self._map.transpose)
-        values = self._values.on_tile(refs[self._visit_count :], b=b, n=None, **place)
-        allowed = self._map.mask.evaluate(q, k, *values)
+        values = self._values.on_tile(refs[self._visit_count :], b=b, n=n, **place)
+        allowed = self._evaluate(q, k, *values)
         if self._map.S % self._map.block_k:
             allowed &= k < self._map.S
         if self._map.T % self._map.block_q:
             allowed &= q < self._map.T
         return allowed
+
+
+def evaluated(mask: Mask) -> Callable[..., jax.Array]:
+    """`mask.evaluate`, for tiles inside a kernel."""
+    if not mask.has_function:
+        return mask.evaluate
+    function = function_of(mask)
+    return lambda *arguments: function(*arguments)[0]
+
+
+def function_of(mask: Mask) -> Elementwise:
+    """`mask.evaluate` of a mask with a function of the caller's."""
+    return Elementwise.of(mask.evaluate, [np.int32, np.int32, *(value.array.dtype for value in mask.values())])
 
 
 def _row_of(ref: Any, b: Any) -> Any:

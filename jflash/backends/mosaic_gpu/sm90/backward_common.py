@@ -281,14 +281,14 @@ class BackwardKernel(abc.ABC):
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
     # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
-    # `q_at` is the first query of the step, `q_from` that of the tile within the step, `k_at` the first key.
+    # `q_from` is the first query of the tile within the step, `k_at` the first key.
 
-    def _s_start(self, block: Block, slot, is_partial, *, q_at, q_from, k_at, shape: tuple[int, int]):
+    def _s_start(self, block: Block, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
         """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
         if not self.logits.is_linear:
             return jnp.zeros(shape, jnp.float32)
         start = self._statistic(block, slot, 0, q_from, shape)
-        return self._allowed_or(-jnp.inf, start, block, is_partial, q_at=q_at + q_from, k_at=k_at)
+        return self._allowed_or(-jnp.inf, start, block, step, q_from=q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta."""
@@ -301,14 +301,14 @@ class BackwardKernel(abc.ABC):
     def _ids(self, block: Block, shape: tuple[int, int]):
         return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
 
-    def _allowed_or(self, other: float, x, block: Block, is_partial, *, q_at, k_at):
+    def _allowed_or(self, other: float, x, block: Block, step: Step, *, q_from, k_at):
         """The tile, with another value where the mask does not allow a pair."""
 
         def masked(x):
-            place = {"b": block.b, "q_at": q_at, "k_at": k_at, "shape": x.shape}
+            place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "shape": x.shape}
             return jnp.where(self.visits.allowed(block.mask_refs, self._ids(block, x.shape), **place), x, other)
 
-        return lax.cond(is_partial, masked, lambda x: x, x) if self.visits.is_masked else x
+        return lax.cond(step.is_partial, masked, lambda x: x, x) if self.visits.is_masked else x
 
     # From S and dP to P and dS ----------------------------------------------------------------------------------------
 
@@ -317,11 +317,11 @@ class BackwardKernel(abc.ABC):
 
         `sums_from` is where the keys of the tile stand among those of the block.
         """
-        place = {"q_at": step.q_at + q_from, "k_at": k_at}
-        ids, at = self._ids(block, s.shape), {"b": block.b, "n": step.head, **place}
-        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, ids, **at)
+        place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
+        ids = self._ids(block, s.shape)
+        logits, by_qk, by_values = self.logits.with_derivatives(block.logit_refs, s, ids, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
-        p = self._allowed_or(0.0, p, block, step.is_partial, **place)
+        p = self._allowed_or(0.0, p, block, step, q_from=q_from, k_at=k_at)
 
         def times_p(derivative):
             # Only a function that may have poles has such derivatives where the mask does not allow a pair.

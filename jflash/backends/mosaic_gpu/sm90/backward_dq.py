@@ -283,7 +283,7 @@ class _Dq:
         column = rows.visits.column(i)
 
         def masked():
-            place = {"b": rows.b, "q_at": rows.q_at, "k_at": column * self.block_k}
+            place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": column * self.block_k}
             ids = plgpu.load(rows.ids, layout=BY_COLUMN)
             return jnp.where(self.visits.allowed(rows.mask_refs, ids, **place, shape=self.s_shape), x, other)
 

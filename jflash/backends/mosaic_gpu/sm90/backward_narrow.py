@@ -102,9 +102,7 @@ class NarrowBackward(BackwardKernel):
             # Both accumulators before both matmuls: ptxas waits for all of them before it lets other instructions
             # write registers of accumulators. S is written before dP is read: with both in registers while dK is in
             # flight, ptxas serialises the matmuls of the causal kernel at H=64.
-            s_ref[...] = self._s_start(
-                block, slot, at.is_partial, q_at=at.q_at, q_from=0, k_at=k_at, shape=self.s_shape
-            )
+            s_ref[...] = self._s_start(block, slot, at, q_from=0, k_at=k_at, shape=self.s_shape)
             dp_ref[...] = self._dp_start(block, slot, q_from=0, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, own_rows), self.qk.refs(q.at[slot])):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)

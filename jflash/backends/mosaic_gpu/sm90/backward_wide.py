@@ -87,8 +87,8 @@ class WideBackward(BackwardKernel):
 
         def s_and_dp(s_ref, dp_ref):
             # Both accumulators before both matmuls, as in the narrow kernel.
-            place = {"q_at": at.q_at, "q_from": q_from, "k_at": block.k_at}
-            s_ref[...] = self._s_start(block, slot, at.is_partial, **place, shape=self.s_shape)
+            place = {"q_from": q_from, "k_at": block.k_at}
+            s_ref[...] = self._s_start(block, slot, at, **place, shape=self.s_shape)
             dp_ref[...] = self._dp_start(block, slot, q_from=q_from, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, zero=zero), self.qk.refs(q.at[slot], own_queries)):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)

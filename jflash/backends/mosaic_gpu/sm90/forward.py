@@ -504,7 +504,7 @@ class _Forward:
             return self.logits.of(g.logits, x, ids, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
 
         def masked(x, ids, k_at):
-            allowed = self.visits.allowed(g.mask, ids, b=tile.b, q_at=q_at, k_at=k_at, shape=shape)
+            allowed = self.visits.allowed(g.mask, ids, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at, shape=shape)
             return jnp.where(allowed, x, -jnp.inf)
 
         if not self.logits.is_linear:

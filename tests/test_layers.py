@@ -38,7 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jflash.vjp",),
     ("jflash.api",),
     ("jflash.testing",),
-    ("jflash.decode", "jflash.parallel.ring", "jflash.nn", "jflash.tuning"),
+    ("jflash.decode", "jflash.parallel.ring", "jflash.tuning"),
+    ("jflash.nn",),
     ("jflash",),
     ("jflash.cli",),
 )
@@ -237,7 +238,7 @@ def check(module: str, source: str, *, is_package: bool = False) -> list[str]:
         ("jflash.hardware", "import jflash.masks", "jflash.hardware imports jflash.masks"),
         ("jflash.backends.reference", "import jflash.backends.xla", "reference imports jflash.backends.xla"),
         ("jflash.backends.triton.kernels", "from ..xla import attention", "triton imports jflash.backends.xla"),
-        ("jflash.nn", "import jflash.decode", "jflash.nn imports jflash.decode"),
+        ("jflash.tuning", "import jflash.decode", "jflash.tuning imports jflash.decode"),
         # The reference, from above it too; and by string from elsewhere than the registry.
         ("jflash.testing", "import jflash.backends.reference", "which only the registry loads"),
         ("jflash.backends.registry", "from jflash.backends import reference", "which only the registry loads"),
@@ -276,7 +277,7 @@ def test_the_checker_finds(module, source, wanted):
         ("jflash.backends.registry", "def load():\n    from jflash.backends.xla import BACKEND"),
         ("jflash.api", "from jflash.parallel.partition import partitioned"),
         ("jflash.testing", "from jflash.numerics import precision"),
-        ("jflash.nn", "from flax import nnx\nfrom jflash.api import flash_attention"),
+        ("jflash.nn", "from flax import nnx\nfrom jflash.decode import KVCache"),
         ("jflash.backends.triton.kernels", "import triton\nimport triton.language as tl"),
         ("jflash.cli", "def plot():\n    import matplotlib.pyplot as plt"),
         ("jflash.cli", "from jflash import __version__"),

@@ -36,7 +36,7 @@ def plot(
       block_q, block_k: the size of a tile.
 
     Returns:
-      A `matplotlib.figure.Figure`: a notebook shows it, `savefig` writes it.
+      A `matplotlib.figure.Figure`: a notebook shows it after `%matplotlib inline`, `savefig` writes it.
 
     Raises:
       ArgumentError: an array of the mask does not fit the sizes.

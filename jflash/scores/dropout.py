@@ -44,9 +44,9 @@ class Dropout:
 
     def streamed(self, *, T: int, S: int) -> "StreamedDropout":
         """The same for a kernel, which hashes pairs alone."""
-        b, n, q = self.b[:, None, None], self.n[..., None], np.arange(T, dtype=np.int32)
-        rows = row_words(self.key, b, n, q)
-        return StreamedDropout(self.rate, *rows, column_word(np.arange(S, dtype=np.int32))[None])
+        b, n = jnp.asarray(self.b)[:, None, None], jnp.asarray(self.n)[..., None]
+        rows = row_words(jnp.asarray(self.key), b, n, jnp.arange(T, dtype=np.int32))
+        return StreamedDropout(self.rate, *rows, column_word(jnp.arange(S, dtype=np.int32))[None])
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rows_a", "rows_b", "columns"], meta_fields=["rate"])

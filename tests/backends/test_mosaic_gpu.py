@@ -10,7 +10,7 @@ import pytest
 
 import jflash
 from jflash.backends.protocol import RESIDUAL_NAMES
-from jflash.masks import Causal, Full, Lengths, Mask, Segments, SlidingWindow
+from jflash.masks import Causal, Full, Lengths, Mask, MaskFn, Segments, SlidingWindow
 from jflash.testing.budget import (
     attention_of,
     compute,
@@ -53,6 +53,72 @@ def test_head_dims_and_masks(H, Hv, mask, dtype):
         rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype=dtype)
         assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv"}
         assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
+def slope_and_value(s, b, n, q, k, slope, value):
+    return s + slope[n] * (q - k).astype(s.dtype) / 64 + value[b, k]
+
+
+def pole(s, b, n, q, k, rate):
+    """NaN above the diagonal, and infinite on it."""
+    return s - rate[n] * jnp.log((q - k).astype(s.dtype))
+
+
+def near_or_own(b, n, q, k, reach):
+    return (abs(q - k) <= reach * (n + 1)) | (k % 7 == b)
+
+
+_DRAW = np.random.default_rng(0).standard_normal
+TERMS = {
+    "softcap": {"softcap": 2.0},
+    "alibi_sinks": {"alibi_slopes": (4,), "sinks": (2, 4), "mask": MASKS["causal_offset"]},
+    "score": {
+        "score_fn": slope_and_value,
+        "score_args": (_DRAW(4).astype(np.float32), _DRAW((2, 301)).astype(np.float32)),
+        "mask": MASKS["window"],
+    },
+    "all": {
+        "score_fn": slope_and_value,
+        "score_args": (_DRAW(4).astype(np.float32), _DRAW((2, 301)).astype(np.float32)),
+        "alibi_slopes": (2, 4),
+        "softcap": 3.0,
+        "sinks": (4,),
+        "mask": MASKS["documents"],
+    },
+    "pole": {"score_fn": pole, "score_args": (_DRAW(4).astype(np.float32),), "mask": Causal(offset=-1)},
+    "mask_function": {"mask": MaskFn(near_or_own, per_query=(np.arange(333, dtype=np.int32) % 40,)) & Causal()},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("H, Hv", [(64, 64), (128, 128), (256, 256), (192, 128), (72, 40)])
+def test_terms_of_the_logits(H, Hv, terms):
+    workload = Workload(name="", H=H, Hv=Hv, dtype="bfloat16", **_SIZES, **TERMS[terms])
+    inputs = random_inputs(workload)
+    truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+    for deterministic in (False, True):
+        attention = attention_of(workload, backend="mosaic_gpu", deterministic=deterministic)
+        rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype="bfloat16")
+        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in inputs.learned)}
+        assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("H, Hv", [(64, 64), (128, 128), (256, 256)])
+def test_dropout_is_that_of_the_reference(H, Hv, deterministic):
+    """The same pairs are dropped, in both passes: others would show in the errors as ones of the size of the result."""
+    workload = Workload(name="", H=H, Hv=Hv, dtype="bfloat16", mask=MASKS["causal_offset"], **_SIZES)
+    inputs = random_inputs(workload)
+    arguments = {"dropout_rate": 0.25, "dropout_key": jax.random.key(3)}
+    attention = attention_of(workload, backend="mosaic_gpu", deterministic=deterministic, **arguments)
+    found = compute(attention, inputs)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    truth = compute(attention_of(workload, backend="reference", **arguments), wide)
+    for name, wanted in truth.items():
+        finite = np.isfinite(wanted)
+        assert np.array_equal(np.isfinite(found[name]), finite)
+        error = np.abs(found[name] - wanted)[finite].max()
+        assert error <= 3 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(wanted[finite]).max(), (name, error)
 
 
 @pytest.mark.parametrize("T, S", [(1, 1), (1, 700), (8, 8), (63, 130), (64, 64), (130, 63), (1001, 257), (1024, 1024)])

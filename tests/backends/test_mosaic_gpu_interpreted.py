@@ -16,10 +16,11 @@ from mosaic_interpreter import interpreted
 import jflash
 from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
-from jflash.backends.protocol import Operands
+from jflash.backends.protocol import Operands, problem_of
 from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
+from jflash.scores import ScoreTerms, dropout_of
 from jflash.testing.budget import measure, plain_of, truth_of
 from jflash.testing.inputs import random_inputs
 from jflash.testing.problems import backward_shapes, operand_shapes, pose, terms_with
@@ -216,6 +217,38 @@ def test_right_and_without_races(workload):
 def test_deterministic_gradients_are_right_and_without_races(workload):
     """dk and dv from the fused kernel without its dq, dq from a kernel of its own."""
     assert_right(workload, deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("H", [64, pytest.param(136, marks=pytest.mark.slow)])
+def test_dropout_is_that_of_the_reference(H, deterministic):
+    """The same pairs are dropped, in both passes: others would show as errors of the size of the result."""
+    w = workload("dropout", mask=Causal(offset=40), T=70, S=120, N=2, H=H)
+    problem, _ = pose(w, deterministic=deterministic)
+    dropout = dropout_of(0.25, jax.random.key(3), B=w.B, N=w.N)
+    problem = dataclasses.replace(problem, dropout_rate=dropout.rate)
+    plain = operands_of(w)
+    operands = plain._replace(terms=ScoreTerms(dropout=jax.tree.map(jnp.asarray, dropout)))
+    inputs = oracle(w)[0]
+
+    def run(backend, operands, d_out, d_lse):
+        def attend(q, k, v):
+            own = operands._replace(q=q, k=k, v=v)
+            if backend.backward is None:
+                return backend.forward(problem_of(problem, own), None, own)
+            return vjp.kernel_attention(backend, problem, interpretable(problem), own)
+
+        attended, pull = jax.vjp(attend, *operands[:3])
+        return *attended, *pull(Attended(d_out, d_lse))
+
+    found = interpret(functools.partial(run, HOPPER), operands, inputs.d_out, inputs.d_lse)
+    q, k, v = (x.astype(jnp.float32) for x in operands[:3])
+    problem = dataclasses.replace(problem, dtype=np.dtype(np.float32))
+    wide = inputs.d_out.astype(jnp.float32)
+    truth = run(registry.get("reference"), operands._replace(q=q, k=k, v=v), wide, inputs.d_lse)
+    for name, one, other in zip(RESULTS, found, truth, strict=True):
+        error = np.abs(np.asarray(one, np.float64) - np.asarray(other)).max()
+        assert error <= 3 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(other).max(), (name, error)
 
 
 # Tiles that are no default, each on lengths that visit more tiles than there are stages.

@@ -16,7 +16,7 @@ from jflash.problem import Problem
 HEAD_GROUPS = (1, 2, 4, 8, 16, 32, 64)
 # Keys up to which a row of tiles is short, so that loading its Q and storing its result are worth hiding: in general,
 # and where nearly all rows take as many steps at head dims over 64.
-_SHORT, _SHORT_EVEN = 1024, 4096
+_SHORT, _SHORT_EVEN = 1280, 4096
 # The forward kernel has so many bytes of K and V, the backward kernel so many queries side by side, of several heads
 # (docs/decisions.md, 2026-11-30).
 _FORWARD_CACHE_BYTES, _BACKWARD_TOKENS = 16 * 2**20, 16384

@@ -1,0 +1,290 @@
+"""The attention layers: equal to the formula written out, to each other, and step by step to the full pass."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_layers
+import pytest
+from flax import linen, nnx
+from layer_helpers import assert_within_error_rule, normal, split
+
+import jflash.nn.linen
+from jflash.errors import ArgumentError, DtypeError
+from jflash.masks import Lengths, Segments
+from jflash.nn import Attention, AttentionConfig, RoPE
+
+B, T, S, N, K, H, FEATURES, KV_FEATURES = 2, 9, 7, 6, 3, 8, 10, 5
+
+documents = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
+positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
+lengths = np.array([4, 6])
+t, s = np.arange(T)[:, None], np.arange(T)
+
+# Each: the config, the arguments of the call, and the pairs that attend.
+CASES = {
+    "window_softcap_biases_sinks": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=1, head_dim=H, window=(2, 1), softcap=1.5, scale=0.6, qkv_bias=True,
+            out_bias=True, qk_norm="layer_norm", sinks=True,
+        ),
+        {},
+        (s >= t - 2) & (s <= t + 1),
+    ),
+    "packed_documents": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=100.0), qk_norm="rms_norm"
+        ),
+        {"mask": Segments(documents), "positions": positions},
+        (s <= t) & (documents[:, None, :, None] == documents[:, None, None]),
+    ),
+    "cross": (
+        AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H),
+        {"mask": Lengths(kv=lengths)},
+        np.arange(S) < lengths[:, None, None, None],
+    ),
+}  # fmt: skip
+
+
+def make(config, **arguments):
+    return lambda: Attention(config, FEATURES, rngs=nnx.Rngs(0), **arguments)
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_written_out(name, backend):
+    config, call, visible = CASES[name]
+    config = dataclasses.replace(config, backend=backend)
+    inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
+    inputs = inputs if name == "cross" else inputs[:1]
+    parameters, layer = split(make(config, kv_features=KV_FEATURES if name == "cross" else None))
+
+    def plain(parameters, *inputs):
+        weights = nnx.to_pure_dict(parameters)
+        at = call.get("positions", np.arange(T))
+        return plain_layers.attention(weights, inputs[0], inputs[-1], config, visible, at)
+
+    assert_within_error_rule(lambda parameters, *inputs: layer(parameters)(*inputs, **call), plain, parameters, *inputs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window_softcap_biases_sinks",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed_documents", "cross")),
+    ],
+)
+def test_linen_gives_the_same_bits(name):
+    config, call, _ = CASES[name]
+    inputs = normal(4, B, T, FEATURES), normal(5, B, S, KV_FEATURES)
+    inputs = inputs if name == "cross" else inputs[:1]
+    parameters, layer = split(make(config, kv_features=KV_FEATURES if name == "cross" else None))
+    twin = jflash.nn.linen.Attention(config, features=FEATURES)
+    wanted = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), {"params": nnx.to_pure_dict(parameters)})
+    variables = jax.eval_shape(twin.init, jax.random.key(0), *inputs)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), variables) == wanted
+    found = jax.jit(lambda parameters, inputs: layer(parameters)(*inputs, **call))(parameters, inputs)
+    variables = {"params": nnx.to_pure_dict(parameters)}
+    also = jax.jit(lambda variables, inputs: twin.apply(variables, *inputs, **call))(variables, inputs)
+    assert np.abs(found).max() > 0.1
+    np.testing.assert_array_equal(found, also)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+DECODERS = {
+    "rope": AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H, causal=True, rope=RoPE(base=50.0)),
+    "rope_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("rope", marks=pytest.mark.slow), "rope_window"])
+def test_prefill_and_steps_are_rows_of_the_full_pass(name):
+    """A prompt with padding, then one and three tokens at a time; each batch row at a position of its own."""
+    config = DECODERS[name]
+    parameters, layer = split(make(config))
+    x = normal(4, B, 16, FEATURES)
+    prompts = np.array([5, 2])
+    wanted = np.asarray(jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x))
+    prefill = jax.jit(lambda parameters, x, cache: layer(parameters).prefill(x, cache, lengths=prompts))
+    decode = jax.jit(lambda parameters, x, cache: layer(parameters).decode(x, cache))
+    out, cache = prefill(parameters, x[:, :5], config.empty_cache(B=B, S=16, step=3))
+    for row, length in enumerate(prompts):
+        np.testing.assert_allclose(out[row, :length], wanted[row, :length], rtol=0, atol=2e-6)
+    for T in (1, 1, 3, 3, 1, 1):
+        now = np.asarray(cache.positions(T))
+        rows = np.arange(B)[:, None]
+        out, cache = decode(parameters, x[rows, now], cache)
+        np.testing.assert_allclose(out, wanted[rows, now], rtol=0, atol=2e-6)
+    assert cache.length.tolist() == (prompts + 10).tolist()
+
+
+def test_linen_decodes_to_the_same_bits():
+    config = DECODERS["rope_window"]
+    parameters, layer = split(make(config))
+    twin, variables = jflash.nn.linen.Attention(config, features=FEATURES), {"params": nnx.to_pure_dict(parameters)}
+    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=16)
+
+    def both(method: str, x, cache):
+        ours = jax.jit(lambda parameters, x, cache: getattr(layer(parameters), method)(x, cache))
+        theirs = jax.jit(lambda variables, x, cache: twin.apply(variables, x, cache, method=method))
+        found = ours(parameters, x, cache)
+        jax.tree.map(np.testing.assert_array_equal, found, theirs(variables, x, cache))
+        return found
+
+    _, cache = both("prefill", x, cache)
+    _, cache = both("decode", x[:, :1], cache)
+    assert cache.length.tolist() == [T + 1] * B
+
+
+@pytest.mark.slow
+def test_sixteen_bits_on_every_platform(platform):
+    """With `-m gpu` on Hopper this is the layer by kernels: forward, backward, and steps of decoding."""
+    config = AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), rope=RoPE(), sinks=True,
+        param_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    parameters, layer = split(make(config))
+    x = normal(4, B, 150, FEATURES, dtype=jnp.bfloat16)
+    distance = np.arange(150)[:, None] - np.arange(150)
+
+    def plain(parameters, x):
+        weights, visible = nnx.to_pure_dict(parameters), (distance >= 0) & (distance <= 70)
+        return plain_layers.attention(weights, x, x, config, visible, np.arange(150))
+
+    assert_within_error_rule(lambda parameters, x: layer(parameters)(x), plain, parameters, x, dtype="bfloat16")
+    wanted = np.asarray(jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x), np.float32)
+    prefill = jax.jit(lambda parameters, x, cache: layer(parameters).prefill(x, cache))
+    decode = jax.jit(lambda parameters, x, cache: layer(parameters).decode(x, cache))
+    _, cache = prefill(parameters, x[:, :140], config.empty_cache(B=B, S=150, step=5))
+    for start, stop in ((140, 145), (145, 150)):
+        out, cache = decode(parameters, x[:, start:stop], cache)
+        # Both round to 16 bits, out of attention and of the projection.
+        atol = 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(wanted).max()
+        np.testing.assert_allclose(np.asarray(out, np.float32), wanted[:, start:stop], rtol=0, atol=atol)
+
+
+# Dtypes and axes -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_computation_have_dtypes_of_their_own():
+    config = AttentionConfig(num_heads=N, head_dim=H, causal=True, qk_norm="rms_norm", dtype=jnp.bfloat16)
+    parameters, layer = split(make(config))
+    assert {leaf.dtype for leaf in jax.tree.leaves(parameters)} == {np.dtype(np.float32)}
+    x = normal(4, B, T, FEATURES)
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's norms need for 16 bits
+        jaxpr = jax.make_jaxpr(lambda parameters, x: layer(parameters)(x))(parameters, x)
+    assert jaxpr.out_avals[0].dtype == jnp.bfloat16
+    assert config.empty_cache(B=B, S=T).k.dtype == jnp.bfloat16
+    refused = pytest.raises(DtypeError, match=r"`k`: found dtype bfloat16, wanted float32, as the cache has")
+    with jax.numpy_dtype_promotion("standard"), refused:
+        jax.eval_shape(layer(parameters).prefill, x, config.empty_cache(B=B, S=T, dtype=jnp.float32))
+
+
+AXES = {
+    "query": {"kernel": ("embed", "heads", "head_dim"), "bias": ("heads", "head_dim")},
+    "key": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
+    "value": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
+    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
+    "query_norm": {"scale": ("head_dim",)},
+    "key_norm": {"scale": ("head_dim",)},
+    "sinks": ("heads",),
+}
+RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("head_dim", None))
+ANNOTATED = AttentionConfig(
+    num_heads=N, num_kv_heads=2, head_dim=H, qk_norm="rms_norm", sinks=True, qkv_bias=True, out_bias=True,
+    logical_axes=True,
+)  # fmt: skip
+
+
+def test_parameters_of_linen_know_their_logical_axes():
+    layer = jflash.nn.linen.Attention(ANNOTATED, features=FEATURES)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), normal(4, B, T, FEATURES))
+    specs = linen.get_partition_spec(variables)["params"]
+    assert specs == jax.tree.map(lambda axes: jax.P(*axes), AXES, is_leaf=lambda axes: isinstance(axes, tuple))
+    on_mesh = linen.logical_to_mesh(specs, RULES)
+    assert on_mesh["out"]["kernel"] == jax.P("model", None, "data")
+
+
+def test_parameters_of_nnx_are_made_where_the_rules_say():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        layer = Attention(ANNOTATED, FEATURES, rngs=nnx.Rngs(0))
+    found = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    wanted = dict(jax.tree_util.tree_leaves_with_path(AXES, is_leaf=lambda axes: isinstance(axes, tuple)))
+    assert {path: variable.get_metadata()["out_sharding"] for path, variable in found} == {
+        tuple(key.key for key in path): axes for path, axes in wanted.items()
+    }
+    assert layer.key.kernel[...].sharding.spec == jax.P("data", "model", None)
+    assert layer.out.kernel[...].sharding.spec == jax.P("model", None, "data")
+    with pytest.raises(ValueError, match="mesh"):
+        make(ANNOTATED)()
+
+
+@pytest.mark.slow
+def test_rows_split_over_explicit_axes():
+    config = DECODERS["rope"]
+    parameters, layer = split(make(config))
+    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=T)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def prefill_and_decode(parameters, x, cache):
+        out, cache = layer(parameters).prefill(x[:, :-1], cache)
+        last, cache = layer(parameters).decode(x[:, -1:], cache)
+        return jnp.concatenate([out, last], axis=1), cache.k
+
+    wanted = jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x)
+    with jax.set_mesh(mesh):
+        everywhere, by_row = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+        placed = jax.device_put((parameters, x, cache), (everywhere, by_row, by_row))
+        out, k = jax.jit(prefill_and_decode)(*placed)
+    assert out.sharding.spec[0] == k.sharding.spec[0] == "data"
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"num_kv_heads": 4}, r"`num_kv_heads`: found 4, wanted a number that divides num_heads=6"),
+        ({"num_kv_heads": 0}, r"`num_kv_heads`: found 0"),
+        ({"qk_norm": True}, r"`qk_norm`: found True"),
+        ({"window": (1, 2, 3)}, r"`window`: found \(1, 2, 3\)"),
+    ],
+)
+def test_a_wrong_config_raises(arguments, wanted):
+    with pytest.raises(ArgumentError, match=wanted):
+        AttentionConfig(num_heads=N, head_dim=H, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"causal": True}, "`causal`: found True, wanted none in cross-attention"),
+        ({"window": 3}, "`window`: found 3"),
+        ({"rope": RoPE()}, "`rope`: found RoPE"),
+        ({}, "`positions`: found an array"),
+    ],
+)
+def test_positions_across_two_sequences_raise(arguments, wanted):
+    layer = make(AttentionConfig(num_heads=N, head_dim=H, **arguments))()
+    more = {} if arguments else {"positions": np.arange(T)}
+    with pytest.raises(ArgumentError, match=wanted):
+        layer(normal(4, B, T, FEATURES), normal(5, B, S, FEATURES), **more)
+
+
+def test_a_cache_of_another_layer_raises():
+    """A cache that keeps all tokens would let a layer with a window see too many, and the reverse too few."""
+    config = DECODERS["rope"]
+    layer, x = make(DECODERS["rope_window"])(), normal(4, B, 1, FEATURES)
+    with pytest.raises(ArgumentError, match=r"`cache`: found window=None, wanted window=3.*empty_cache"):
+        layer.decode(x, config.empty_cache(B=B, S=T))
+    with pytest.raises(ArgumentError, match=r"`causal`: found False, wanted True"):
+        AttentionConfig(num_heads=N, head_dim=H).empty_cache(B=B, S=T)
+    with pytest.raises(ArgumentError, match=r"`causal`: found False, wanted True"):
+        make(AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H))().decode(x, config.empty_cache(B=B, S=T))

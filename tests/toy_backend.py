@@ -9,13 +9,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
-from jflash.backends.protocol import Backend, Gradients, Operands
+from jflash.backends.protocol import Backend, Gradients, Operands, learned_arrays
 from jflash.hardware import Hardware
+from jflash.masks.mask import Value
+from jflash.numerics.logits import logits
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import result_struct
 from jflash.problem import Problem
+from jflash.scores import streamed
 
 launches: collections.Counter[str] = collections.Counter()
 
@@ -23,8 +27,11 @@ launches: collections.Counter[str] = collections.Counter()
 def supports(problem: Problem, hardware: Hardware) -> str | None:
     if problem.bias is not None:
         return "the toy kernel has no gradient of a bias"
-    if problem.functions is not None:
-        return "the toy kernel runs no score function"
+    for function in problem.functions.value if problem.functions else ():
+        # As kernels get it, from `vjp.kernel_attention`.
+        for array, axes in streamed(function, T=problem.T, S=problem.S, dtype=np.dtype(np.float32)).leaves():
+            if axes not in ("B", "BN", "BNT", "BNS"):
+                return f"the toy kernel takes no {array.dtype} with axes {axes} of a score function"
     if problem.dropout_rate:
         return "the toy kernel drops nothing out"
     if problem.dtype.itemsize > 4:
@@ -45,12 +52,15 @@ def _spec(shape, axes, group):
 
 def _call(name, kernel, problem, operands, extra, extra_axes, results):
     launches[name] += 1
-    values = operands.mask.values()
+    of_mask, of_functions = operands.mask.values(), _values_of_functions(operands)
+    values = [value.expanded() for value in (*of_mask, *of_functions)]
     sinks = jnp.full((1, 1), -jnp.inf) if operands.sinks is None else operands.sinks
-    arrays = (*operands[:3], *(value.expanded() for value in values), sinks, *extra)
+    arrays = (*operands[:3], *values, sinks, *extra)
     axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), "BN", *extra_axes)
+    functions = [(function.fn, len(function.arrays)) for function in operands.functions]
+    score = functools.partial(_score, problem, operands.mask, len(of_mask), functions)
     return pl.pallas_call(
-        functools.partial(kernel, problem, operands.mask, len(values)),
+        functools.partial(kernel, problem, score, 3 + len(values)),
         grid=(problem.B, problem.N),
         in_specs=[_spec(array.shape, own, problem.group) for array, own in zip(arrays, axes)],
         out_specs=[_spec(shape, own, 1) for shape, own in results],
@@ -60,28 +70,42 @@ def _call(name, kernel, problem, operands, extra, extra_axes, results):
     )(*arrays)
 
 
-def _probabilities(problem, mask, refs):
+def _values_of_functions(operands):
+    return [Value(array, axes) for function in operands.functions for array, axes in function.leaves()]
+
+
+def _score(problem, mask, count, functions, refs):
+    """q, k and v, the product of q and k, the values of functions, and the function of both to the logits."""
     q_ref, k_ref, v_ref, *value_refs = refs
     q, k, v = (ref[0, :, 0, :].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
     t = jax.lax.broadcasted_iota(jnp.int32, (problem.T, problem.S), 0)
     s = jax.lax.broadcasted_iota(jnp.int32, (problem.T, problem.S), 1)
-    allowed = mask.evaluate(t, s, *(ref[0, 0] for ref in value_refs))
+    allowed = mask.evaluate(t, s, *(ref[0, 0] for ref in value_refs[:count]))
     q = jnp.where(allowed.any(1)[:, None], q, 0)
     live_key = allowed.any(0)[:, None]
     k, v = jnp.where(live_key, k, 0), jnp.where(live_key, v, 0)
-    score = jnp.dot(q, k.T, precision="highest") * problem.scale
-    if problem.softcap is not None:
-        score = problem.softcap * jnp.tanh(score / problem.softcap)
-    return q, k, v, jnp.where(allowed, score, -jnp.inf)
+
+    def of(qk, *values):
+        def steps(score, _):
+            rest = values
+            for fn, arrays in functions:
+                (*own, b, n), rest = rest[: arrays + 2], rest[arrays + 2 :]
+                score = fn(score, b, n, t, s, *own)
+            return score
+
+        steps = steps if functions else None
+        return logits(qk, scale=problem.scale, bias=None, cap=problem.softcap, steps=steps, allowed=allowed)
+
+    return q, k, v, jnp.dot(q, k.T, precision="highest"), [ref[0, 0] for ref in value_refs[count:]], of
 
 
-def _forward_kernel(problem, mask, count, *refs):
-    _, _, v, score = _probabilities(problem, mask, refs[: 3 + count])
-    sink_ref, out_ref, lse_ref = refs[3 + count :]
-    sink = sink_ref[0, 0]
-    top = jnp.maximum(score.max(1), sink)
+def _forward_kernel(problem, score, count, *refs):
+    _, _, v, qk, values, of = score(refs[:count])
+    sink_ref, out_ref, lse_ref = refs[count:]
+    logit, sink = of(qk, *values), sink_ref[0, 0]
+    top = jnp.maximum(logit.max(1), sink)
     top = jnp.where(top == -jnp.inf, 0, top)
-    p = jnp.exp(score - top[:, None])
+    p = jnp.exp(logit - top[:, None])
     total = p.sum(1) + jnp.exp(sink - top)
     dead = total == 0
     total = jnp.where(dead, 1, total)
@@ -89,38 +113,45 @@ def _forward_kernel(problem, mask, count, *refs):
     lse_ref[0, 0, :] = jnp.where(dead, -jnp.inf, top + jnp.log(total))
 
 
-def _backward_kernel(problem, mask, count, *refs):
-    q, k, v, score = _probabilities(problem, mask, refs[: 3 + count])
-    _, lse_ref, d_out_ref, delta_ref, dq_ref, dk_ref, dv_ref = refs[3 + count :]
+def _backward_kernel(learned, problem, score, count, *refs):
+    q, k, v, qk, values, of = score(refs[:count])
+    _, lse_ref, d_out_ref, delta_ref, dq_ref, dk_ref, dv_ref, *d_value_refs = refs[count:]
+    logit, pull = jax.vjp(of, qk, *values)
     lse = lse_ref[0, 0, :]
-    dead = (score == -jnp.inf).all(1)
-    p = jnp.exp(score - jnp.where(dead, 0, lse)[:, None])
+    dead = (logit == -jnp.inf).all(1)
+    p = jnp.exp(logit - jnp.where(dead, 0, lse)[:, None])
     d_out = jnp.where(dead[:, None], 0, d_out_ref[0, :, 0, :].astype(jnp.float32))
     delta = jnp.where(dead, 0, delta_ref[0, 0, :])
     dp = jnp.dot(d_out, v.T, precision="highest")
-    ds = p * (dp - delta[:, None]) * problem.scale
-    if problem.softcap is not None:
-        ds = ds * (1 - jnp.square(jnp.where(score == -jnp.inf, 0, score) / problem.softcap))
+    ds, *d_values = pull(p * (dp - delta[:, None]))
     dq_ref[0, :, 0, :] = jnp.dot(ds, k, precision="highest")
     dk_ref[0, :, 0, :] = jnp.dot(ds.T, q, precision="highest")
     dv_ref[0, :, 0, :] = jnp.dot(p.T, d_out, precision="highest")
+    for ref, index in zip(d_value_refs, learned, strict=True):
+        ref[0, 0] = d_values[index][0] if ref.ndim == 3 else d_values[index][0, 0]
 
 
 def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     B, T, N, Hv = problem.B, problem.T, problem.N, problem.Hv
     results = [((B, T, N, Hv), "BTND"), ((B, N, T), "BNT")]
     out, lse = _call("toy_forward", _forward_kernel, problem, operands, (), (), results)
-    return Attended(out.astype(problem.dtype), lse)
+    return Attended(out.astype(problem.out_dtype), lse)
 
 
 def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, delta) -> Gradients:
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     # Each program writes the share of its query head; the group is summed in float32.
     results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]
+    values, wanted = _values_of_functions(operands), learned_arrays(problem, operands)
+    learned = [i for i, value in enumerate(values) if any(value.array is array for array, _ in wanted)]
+    assert not any("T" in values[i].axes for i in learned), "the toy kernel gives no cotangent for each query"
+    results += [((B, N, S), "BNS") if "S" in values[i].axes else ((B, N), "BN") for i in learned]
+    kernel = functools.partial(_backward_kernel, learned)
     extra = (lse, d_out, delta)
-    dq, dk, dv = _call("toy_backward", _backward_kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
+    found = _call("toy_backward", kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
+    dq, dk, dv, *d_values = found
     dk, dv = (x.reshape(B, S, K, problem.group, -1).sum(3) for x in (dk, dv))
-    return Gradients(*(x.astype(problem.dtype) for x in (dq, dk, dv)))
+    return Gradients(*(x.astype(problem.dtype) for x in (dq, dk, dv)), tuple(d_values))
 
 
 BACKEND = Backend(name="toy", supports=supports, forward=_forward, backward=_backward)

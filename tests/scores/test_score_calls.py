@@ -126,6 +126,44 @@ def test_forward_mode_second_order_and_checkpoint():
         np.testing.assert_allclose(one, right, rtol=1e-9, atol=1e-11)
 
 
+def by_head_and_key(s, b, n, q, k, slope, values, marked):
+    """What the toy kernel takes: values per head, and per batch row and key, and whole numbers per query."""
+    s = s * slope[n] + values[b, k] * slope[n]
+    return s + jnp.where(marked[q] == b, n, 0).astype(s.dtype) / 8
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=["vmap", "auto", "explicit"])
+def test_score_functions_of_a_kernel(kind):
+    """The kernel gets streams, of the batch rows and heads of its device; whole arrays have the gradients."""
+    mask = SlidingWindow(6, 2, offset=1)
+    q, k, v, slopes, _, (slope, _, values) = primals()
+    d_out = draw(B, T, N, Hv, seed=9)
+
+    def run(q, k, v, slopes, slope, values, d_out, backend):
+        def call(q, k, v, slopes, slope, values):
+            return flash_attention(
+                q, k, v, mask=mask, softcap=4.0, alibi_slopes=slopes, score_fn=by_head_and_key,
+                score_args=(slope, values, arguments()[3]), backend=backend,
+            )  # fmt: skip
+
+        out, pull = jax.vjp(call, q, k, v, slopes, slope, values)
+        return out, *pull(d_out)
+
+    operands = (q, k, v, slopes, slope, values, d_out)
+    wanted = run(*operands, "reference")
+    with registry.registered(toy_backend.BACKEND):
+        if kind is None:
+            found = jax.vmap(functools.partial(run, backend="toy"))(*(jnp.stack([x, x]) for x in operands))
+            found = [x[1] for x in found]
+        else:
+            mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+            heads = NamedSharding(mesh, P("data", None, "model", None))
+            with jax.set_mesh(mesh):
+                q, k, v, d_out = (jax.device_put(x, heads) for x in (q, k, v, d_out))
+                found = jax.jit(functools.partial(run, backend="toy"))(q, k, v, slopes, slope, values, d_out)
+    assert_trees_close(found, wanted)
+
+
 @pytest.mark.parametrize(
     "shape, kind",
     [((B, N), None), ((N,), AxisType.Auto), ((N,), AxisType.Explicit)],

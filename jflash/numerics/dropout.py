@@ -31,7 +31,7 @@ def row_words(
     key: UInt32[Array, " words"], b: Integer[Array, "..."], n: Integer[Array, "..."], q: Integer[Array, "..."]
 ) -> RowWords:
     """The words of rows, from the words of a random key and indices that broadcast against each other."""
-    # Two chains, of which no input sends both to the same place: two rows that share one word differ in the other.
+    # Two chains, so that rows whose words in one happen to be the same, as among 2^16 rows, differ in the other.
     words = []
     for salt in (_GOLDEN, ~_GOLDEN):
         word = salt

@@ -47,6 +47,7 @@ FEATURES = {
     "softcap": lambda N: {"softcap": 1.5},
     "alibi": lambda N: {"alibi_slopes": draw(N, seed=3)},
     "sinks": lambda N: {"sinks": draw(B, N, seed=4)},
+    "dropout": lambda N: {"dropout_rate": 0.3, "dropout_key": np.array([1, 2], np.uint32)},
     "relative": lambda N: {"score_fn": relative, "score_args": (draw(T + S, seed=5), draw(N, seed=6))},
     "poles": lambda N: {"score_fn": poles, "score_args": (draw(S, seed=7),), "mask": SlidingWindow(None, 2)},
 }

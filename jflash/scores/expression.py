@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
@@ -178,11 +179,11 @@ def _apply(equation: Any, operands: tuple[Part, ...]) -> list[Part]:
 
 
 def _slope(name: str, equation: Any, operands: tuple[Part, ...]) -> tuple[int, int] | None:
-    """How a result changes with q and k, where it is linear in them. Whole numbers below 2^24 are exact in floats."""
+    """How a result changes with q and k, where it is linear in them, exactly."""
     slopes = [operand.slope for operand in operands]
     if all(slope == (0, 0) for slope in slopes):
         return 0, 0
-    if None in slopes or any(np.dtype(var.aval.dtype).itemsize < 4 for var in equation.outvars):
+    if None in slopes or not all(map(_is_exact, (*operands, *equation.outvars))):
         return None
     match name, operands:
         case "add", _:
@@ -195,9 +196,17 @@ def _slope(name: str, equation: Any, operands: tuple[Part, ...]) -> tuple[int, i
             return slopes[0]
         case "mul", (one, other):
             factor, of = (one.number, other) if one.number is not None else (other.number, one)
-            if isinstance(factor, int):
-                return tuple(factor * a for a in of.slope)
+            return tuple(int(factor) * a for a in of.slope) if factor is not None else None
     return None
+
+
+def _is_exact(x: Part | Var) -> bool:
+    """Whether sums of it are exact: whole numbers are, below 2^24 also as floats, and others round."""
+    if np.dtype(x.aval.dtype).itemsize < 4:
+        return False
+    if jnp.issubdtype(x.aval.dtype, jnp.integer) or not isinstance(x, Part) or x.slope != (0, 0):
+        return True
+    return x.number is not None and float(x.number).is_integer()
 
 
 _ARITHMETIC = frozenset(

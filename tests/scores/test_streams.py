@@ -67,6 +67,12 @@ def neighbourhood(s, b, n, q, k, width):
     return jnp.where(is_near, s, -jnp.inf)
 
 
+def truncated(s, b, n, q, k, table):
+    """Rounding towards 0 is not linear: q - k + 1/2 less q is not a function of k alone."""
+    middle = q.astype(np.float32) - k.astype(np.float32) + 0.5
+    return s + table[middle.astype(np.int32) - q + S]
+
+
 def in_floats(s, b, n, q, k, table):
     difference = q.astype(np.float32) - k.astype(np.float32)
     return s + table[(difference + (S - 1)).astype(np.int32)]
@@ -122,6 +128,7 @@ ZOO = {
         (draw(T + S),),
         [("BNTS", (1, 1, T, S), rf"`\w+` of float32\[12\] {PAIR}")],
     ),
+    "truncated": (truncated, (draw(T + S),), [("BNTS", (1, 1, T, S), rf"`\w+` of float32\[12\] {PAIR}")]),
     "features": (
         lambda s, b, n, q, k, x, y: s + (x[q] * y[k]).sum(),
         (draw(T, 4), draw(S, 4)),

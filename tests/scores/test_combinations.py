@@ -103,7 +103,7 @@ def test_features_go_together(names, heads):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(some_features, some_heads)
 def test_more_features_go_together(names, heads):
     check(names, *heads)

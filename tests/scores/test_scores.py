@@ -200,6 +200,7 @@ def per_pair(s, b, n, q, k, values):
 
 
 ARGUMENTS = {
+    scalar: (np.float32(1.3),),
     per_query_twice: (draw(T),),
     relative_table: (draw(T + S),),
     bucketed: (draw(N, 5), np.arange(T + S) % 5),

@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--commit", default=None, help="where the checkout does not say it itself")
     arguments = parser.parse_args()
-    where = {"kind": "kernel_times", **circumstances(), "commit": arguments.commit or _commit(), "driver": _driver()}
+    where = {"kind": "kernel_times", **circumstances(), "commit": arguments.commit or commit_here(), "driver": driver()}
     for name in _PACKAGES:
         try:
             where["versions"][name] = importlib.metadata.version(name)
@@ -236,11 +236,11 @@ def main() -> None:
             print(json.dumps({**line, **options, **where}), flush=True)
 
 
-def _commit() -> str:
+def commit_here() -> str:
     return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _driver() -> str:
+def driver() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 

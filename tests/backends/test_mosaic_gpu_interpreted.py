@@ -121,9 +121,8 @@ FAST = (
     "ranges_and_trees",
     "alibi_and_sinks",
     "score",
-    "score_wide",
 )
-FAST_IN_TWO = ("full", "offset_per_row", "window", "score")
+FAST_IN_TWO = ("full", "offset_per_row", "window")
 
 
 def cases(fast: tuple[str, ...]) -> list[Any]:

@@ -23,6 +23,7 @@ from jflash.masks import (
     SlidingWindow,
     Tree,
 )
+from jflash.scores import streamed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 from tools.sass import Config, compile_lowered
@@ -59,17 +60,37 @@ def masks(T: int) -> dict[str, Mask]:
     }
 
 
-def configs(H: int, Hv: int, mask: str, size: str) -> list[Config]:
+def distance_and_value(s, b, n, q, k, slope, value):
+    return s + slope[n] * (q - k).astype(s.dtype) + value[b, k]
+
+
+# What else makes logits of products.
+TERMS = {
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": (16,), "sinks": (16,)},
+    "score": {
+        "score_fn": distance_and_value,
+        "score_args": (np.zeros(16, np.float32), np.zeros((1, 4096), np.float32)),
+    },
+}
+
+
+def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Config]:
     """Of the kernels that these dims, this mask and these lengths have: forward, backward, and dkv with dq."""
-    sizes = SIZES[size]
-    workload = Workload(name="", dtype="bfloat16", H=H, Hv=Hv, mask=masks(sizes["T"])[mask], **sizes)
+    sizes, more = SIZES[size], TERMS.get(terms, {})
+    workload = Workload(name="", dtype="bfloat16", H=H, Hv=Hv, mask=masks(sizes["T"])[mask], **sizes, **more)
     problem, _ = pose(workload)
     deterministic, _ = pose(workload, deterministic=True)
     tiles = mosaic_gpu.default_tiles(problem, H200)
-    forward, operands = functools.partial(mosaic_gpu.forward, problem, tiles), (operand_shapes(problem),)
+    own = operand_shapes(problem)
+    functions = tuple(
+        streamed(function, T=problem.T, S=problem.S, dtype=np.dtype("float32")) for function in own.functions
+    )
+    operands = (own._replace(terms=own.terms._replace(functions=functions)),)
+    forward = functools.partial(mosaic_gpu.forward, problem, tiles)
     arguments = *operands, *backward_shapes(problem)
     backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in (problem, deterministic))
-    name = f"{H}_{Hv}_{mask}_{size}"
+    name = f"{H}_{Hv}_{mask}_{size}" + (f"_{terms}" if terms else "")
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
     few = 160 if tiles.forward.warpgroups == 3 else 240
     return [
@@ -79,12 +100,15 @@ def configs(H: int, Hv: int, mask: str, size: str) -> list[Config]:
     ]
 
 
-CASES = [(H, Hv, mask, size) for size in SIZES for mask in masks(1) for H, Hv in HEADS]
+CASES = [(H, Hv, mask, size, "") for size in SIZES for mask in masks(1) for H, Hv in HEADS]
+CASES += [(H, H, "causal", "even", terms) for H in (64, 128, 256) for terms in TERMS]
 CONFIGS: list[Config] = [config for case in CASES for config in configs(*case)]
 
 
-def is_for_ci(H: int, Hv: int, mask: str, size: str) -> bool:
-    """A fifth of all: every two of head dims, mask and size meet."""
+def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
+    """A fifth of those without terms: every two of head dims, mask and size meet."""
+    if terms:
+        return True
     number = HEADS.index((H, Hv)) + list(masks(1)).index(mask)
     return number % len(SIZES) == list(SIZES).index(size)
 

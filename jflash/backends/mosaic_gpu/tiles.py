@@ -182,20 +182,20 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    key_values, linear = sum("S" in value.axes for value in mask.values()), is_plain(problem)
+    key_values, plain = sum("S" in value.axes for value in mask.values()), is_plain(problem)
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
-        traits = {"masked": masked, "linear": linear, "has_lists": has_lists, "key_values": key_values}
+        traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
         forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
         forward=forward,
         backward=dataclasses.replace(
-            _backward_tiles(H, Hv, few_registers=has_lists or not linear),
+            _backward_tiles(H, Hv, few_registers=has_lists or not plain),
             head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
         ),
-        backward_dq=_dq_tiles(H, Hv, head_group=head_group),
+        backward_dq=_dq_tiles(H, Hv, plain=plain, head_group=head_group),
     )
 
 
@@ -284,15 +284,15 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
 
 
 def _forward_tiles(
-    H: int, Hv: int, *, masked: bool, linear: bool, has_lists: bool, key_values: int, head_group: int
+    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, head_group: int
 ) -> ForwardTiles:
-    if max(H, Hv) <= 64 and linear:
+    if max(H, Hv) <= 64 and plain:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
         block_k, stages = (64, 3) if has_lists else (128, 2)
         return ForwardTiles(warpgroups=3, block_k=block_k, stages=stages, pin_wait=masked, head_group=head_group)
     # With 192 columns of V, accumulators for a tile of 128 keys would take 208 of the 240 registers. With 192 of Q and
     # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
-    widest_qk = 192 if key_values < 2 and linear else 128
+    widest_qk = 192 if key_values < 2 and plain else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
@@ -311,13 +311,14 @@ def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
     return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
 
 
-def _dq_tiles(H: int, Hv: int, *, head_group: int) -> DqTiles:
+def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
-    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers; with more
-    # than 448 columns, Q, dO and two stages of K and of V not the 227 KiB of shared memory. V gives way: its slot is
-    # free as soon as dP is there, that of K only after dQ.
+    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor would at
+    # 128 what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages of K
+    # and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there, that of K
+    # only after dQ.
     return DqTiles(
-        block_k=128 if max(H, Hv) <= 128 else 64,
+        block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
         v_stages=2 if H + Hv <= 448 else 1,
         head_group=head_group,
     )

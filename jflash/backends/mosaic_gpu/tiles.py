@@ -313,10 +313,10 @@ def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
 
 def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
-    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor would at
-    # 128 what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages of K
-    # and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there, that of K
-    # only after dQ.
+    # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor at 128
+    # would what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages
+    # of K and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there,
+    # that of K only after dQ.
     return DqTiles(
         block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
         v_stages=2 if H + Hv <= 448 else 1,

@@ -128,4 +128,5 @@ def test_kernel(config):
     """Those marked slow are for whoever changes a kernel: `pytest -m sass`, twenty minutes on two cores."""
     for kernel in compile_lowered(config.lower()):
         assert not config.faults(kernel), kernel
-        assert not kernel.warnings, kernel
+        # What may spill has been looked at above, and anything else that ptxas warns of is a fault.
+        assert all("Registers are spilled" in warning for warning in kernel.warnings), kernel

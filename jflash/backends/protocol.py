@@ -127,7 +127,7 @@ def problem_of(problem: Problem, operands: Operands) -> Problem:
 def learned_arrays(problem: Problem, operands: Operands) -> list[tuple[Array, str]]:
     """The arrays of the functions that are `Problem.learned`, with their axes."""
     leaves = [leaf for function in operands.functions for leaf in function.leaves()]
-    return [leaf for leaf, is_learned in zip(leaves, _flags(problem, operands)) if is_learned]
+    return [leaf for leaf, is_learned in zip(leaves, learned_flags(problem, operands)) if is_learned]
 
 
 def with_learned_arrays(problem: Problem, operands: Operands, arrays: list[Array]) -> Operands:
@@ -136,11 +136,11 @@ def with_learned_arrays(problem: Problem, operands: Operands, arrays: list[Array
         return operands
     leaves, tree = jax.tree.flatten(operands.functions)
     rest = iter(arrays)
-    own = [next(rest) if is_learned else leaf for leaf, is_learned in zip(leaves, _flags(problem, operands))]
+    own = [next(rest) if is_learned else leaf for leaf, is_learned in zip(leaves, learned_flags(problem, operands))]
     return operands._replace(terms=operands.terms._replace(functions=jax.tree.unflatten(tree, own)))
 
 
-def _flags(problem: Problem, operands: Operands) -> tuple[bool, ...]:
+def learned_flags(problem: Problem, operands: Operands) -> tuple[bool, ...]:
     """`Problem.learned` of the arrays of the functions, which come after the bias."""
     count = len(jax.tree.leaves(operands.functions))
     first = 0 if operands.bias is None else 1

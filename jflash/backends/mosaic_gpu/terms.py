@@ -1,7 +1,6 @@
 """What a tile has besides q · k, inside a kernel: softcap, ALiBi, functions of the caller's, dropout."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, tile_indices
-from jflash.backends.protocol import Operands
+from jflash.backends.protocol import Operands, learned_flags
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
@@ -45,8 +44,7 @@ class TileTerms:
         self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
         self._function = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
         self._dtypes = _dtypes(values)
-        # `refusal` keeps a bias away, so that the arrays of the functions are the first of the terms.
-        flags = list(itertools.islice(itertools.chain(problem.learned, itertools.repeat(False)), len(values)))
+        flags = learned_flags(problem, operands)
         floats = [i for i, value in enumerate(values) if value.array.dtype == np.float32]
         # Of the derivatives by floating values, those that are wanted.
         self._wanted = tuple(position for position, i in enumerate(floats) if flags[i])

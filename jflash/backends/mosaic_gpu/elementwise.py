@@ -13,12 +13,12 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jflash.backends.mosaic_gpu.primitives import LOG2_E
 
-# What Mosaic GPU compiles elementwise (JAX 0.11.2) at full precision: its tanh is replaced below; its sine and cosine
-# are only right near 0.
+# What Mosaic GPU compiles elementwise (JAX 0.11.2) at full precision; its sine and cosine are only right near 0. What
+# it lacks, or has at less precision, stands in `_replaced`.
 _KNOWN = frozenset(
-    "abs add and clamp convert_element_type copy div eq exp exp2 ge gt integer_pow le log lt max min mul ne neg not "
-    "one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt "
-    "square stop_gradient sub tanh xor".split()
+    "abs add add_any and clamp convert_element_type copy div eq exp exp2 ge gt integer_pow le log logistic lt max min "
+    "mul ne neg not one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sqrt square stop_gradient sub tanh xor".split()
 )
 # Functions within the function, and the parameter that holds each.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
@@ -86,13 +86,34 @@ def _apply(equation: Any, arguments: list[Any]) -> list[Any]:
         # Constants of a kernel must be part of its code, and an array of JAX is none.
         with jax.ensure_compile_time_eval():
             return [np.asarray(equation.primitive.bind(*map(jnp.asarray, arguments), **parameters))]
-    if name == "tanh":
-        return [_tanh(arguments[0])]
     if name == "div" and isinstance(arguments[1], np.ndarray) and np.issubdtype(arguments[1].dtype, np.floating):
         # A division by a number takes ten instructions, a product one.
         return [arguments[0] * np.float32(1 / arguments[1])]
     shape = jnp.broadcast_shapes(*map(np.shape, arguments))
-    return [equation.primitive.bind(*(_broadcast(x, shape) for x in arguments), **parameters)]
+    arguments = [_broadcast(x, shape) for x in arguments]
+    replaced = _replaced(name, parameters, *arguments)
+    return [equation.primitive.bind(*arguments, **parameters) if replaced is None else replaced]
+
+
+def _replaced(name: str, parameters: dict[str, Any], x: Any, *rest: Any) -> Any | None:
+    """The result of an operation that is computed by others, or None."""
+    is_bool = x.dtype == np.bool_
+    if name == "tanh":
+        return _tanh(x)
+    if name == "logistic":
+        r = lax.rsqrt(1 + jnp.exp2(x * np.float32(-LOG2_E)))
+        return r * r
+    if name == "add_any":
+        return x + rest[0]
+    if name in ("copy", "stop_gradient"):
+        return x
+    if name == "integer_pow" and parameters["y"] < 0:
+        return 1 / lax.integer_pow(x, -parameters["y"])
+    if name == "not" and is_bool:
+        return x ^ lax.full(x.shape, True, np.bool_)
+    if name == "convert_element_type" and parameters["new_dtype"] == np.bool_:
+        return x if is_bool else x != 0
+    return None
 
 
 def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:

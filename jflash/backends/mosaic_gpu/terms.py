@@ -64,8 +64,12 @@ class TileTerms:
 
     def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
         """The logits of a tile; `place` says b, n, q_at and k_at."""
-        (s,) = Elementwise.of(self._function, self._dtypes)(*self._arguments(refs, qk, column_ids, **place))
+        (s,) = self._logits(*self._arguments(refs, qk, column_ids, **place))
         return s
+
+    @functools.cached_property
+    def _logits(self) -> Elementwise:
+        return Elementwise.of(self._function, self._dtypes)
 
     def with_derivatives(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any

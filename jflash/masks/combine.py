@@ -33,6 +33,15 @@ class _Combined(Mask):
     def has_function(self) -> bool:
         return any(mask.has_function for mask in self.masks)
 
+    @property
+    def has_diagonal(self) -> bool:
+        return all(mask.has_diagonal for mask in self.masks)
+
+    @property
+    def is_live_on_diagonal(self) -> bool:
+        # Who is seen by AND or OR is so by all parts or by one, and then on the diagonal of the same.
+        return self.has_diagonal or all(mask.is_live_on_diagonal for mask in self.masks)
+
     def _each(self, values: tuple) -> Iterator[tuple[Mask, tuple]]:
         """Each mask with its own part of `values`."""
         start = 0
@@ -123,6 +132,10 @@ class Or(_Combined):
     _symbol: ClassVar[str] = "|"
     _join_pairs: ClassVar[Callable] = operator.or_
     _join_kinds: ClassVar[Callable] = maximum
+
+    @property
+    def has_diagonal(self) -> bool:
+        return any(mask.has_diagonal for mask in self.masks)
 
 
 @pattern

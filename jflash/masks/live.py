@@ -27,8 +27,16 @@ def zero_dead_keys(*arrays: Float[Array, "B S K _"], mask: Mask, T: int, S: int)
 def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
     """Whether some query sees each key, for a mask after `bind`; numpy where that is known when tracing.
 
-    Work and memory are in proportion to the tiles that the mask visits, and never T x S.
+    Work and memory are in proportion to the tiles that the mask visits, and never T x S; to S alone where what each query
+    sees of the key of its own index tells.
     """
+    if S <= T and mask.is_live_on_diagonal:
+        keys = np.arange(S, dtype=np.int32)[None]
+        if mask.has_diagonal:
+            return keys >= 0
+        # Of such a mask all values are per batch row, query or key.
+        arrays = (value.array for value in mask.values())
+        return mask.evaluate(keys, keys, *(x[:, None] if x.ndim == 1 else x[:, :S] for x in arrays))
     if isinstance(mask, Or):  # Who sees a key by one of the masks sees it; of an AND the like does not hold.
         return functools.reduce(operator.or_, (live_keys(part, T=T, S=S) for part in mask.masks))
     if mask.has_spans:
@@ -84,6 +92,10 @@ def _gather(value: Array, tile: Array) -> Array:
 
 def every_query_sees_a_key(mask: Mask, *, T: int, S: int) -> bool:
     """Whether it is known when tracing that each query sees some key, for a mask after `bind`."""
+    if T <= S and mask.has_diagonal:
+        return True
+    if isinstance(mask, Or):
+        return any(every_query_sees_a_key(part, T=T, S=S) for part in mask.masks)
     if not mask.has_spans or mask.values():
         return False
     queries = np.arange(T, dtype=np.int32)

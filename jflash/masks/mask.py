@@ -90,6 +90,13 @@ class Mask:
     has_spans: ClassVar[bool] = False
     has_function: ClassVar[bool] = False
     """Whether `evaluate` runs a function of the caller's, which a kernel may not be able to compile."""
+    has_diagonal: ClassVar[bool] = False
+    """Whether query i sees key i, for all i that are both, whatever the arrays of the mask hold."""
+
+    @property
+    def is_live_on_diagonal(self) -> bool:
+        """Whether a key that any query sees is seen by the query of its own index, if there is one."""
+        return self.has_diagonal
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -1,5 +1,6 @@
 """The patterns: each is its elementwise truth and its proof per tile, a few lines apiece."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +48,7 @@ class Full(Mask):
     """
 
     has_spans: ClassVar[bool] = True
+    has_diagonal: ClassVar[bool] = True
 
     def evaluate(self, q, k):
         return (q == q) & (k == k)
@@ -68,6 +70,13 @@ class _Band(Mask):
     left: int | None
     right: int | None
     offset: int | Int[Array, ""] | Int[Array, " B"]
+
+    @property
+    def has_diagonal(self) -> bool:
+        if not is_static(self.offset):
+            return False
+        first, last = self._limits(())
+        return first <= 0 <= last
 
     def values(self) -> tuple[Value, ...]:
         return () if is_static(self.offset) else (Value(self.offset, "B" if self.offset.ndim else ""),)
@@ -242,6 +251,10 @@ class Lengths(Mask):
             if (length := getattr(self, name)) is not None:
                 object.__setattr__(self, name, length_of(name, length))
 
+    @property
+    def is_live_on_diagonal(self) -> bool:
+        return self.q is None
+
     def values(self) -> tuple[Value, ...]:
         return tuple(Value(length, "B" if length.ndim else "") for length in (self.q, self.kv) if length is not None)
 
@@ -297,6 +310,7 @@ class PrefixLM(Mask):
     """
 
     has_spans: ClassVar[bool] = True
+    has_diagonal: ClassVar[bool] = True
     prefix: Int[Array, " B"]
 
     def __post_init__(self):
@@ -343,6 +357,7 @@ class Chunked(Mask):
     """
 
     has_spans: ClassVar[bool] = True
+    has_diagonal: ClassVar[bool] = True
     size: int
 
     def __post_init__(self):
@@ -382,6 +397,7 @@ class Dilated(Mask):
       #.#.#
     """
 
+    has_diagonal: ClassVar[bool] = True
     step: int
 
     def __post_init__(self):
@@ -419,6 +435,8 @@ class KeyRange(Mask):
 
     first: Int[Array, "*B T"]
     last: Int[Array, "*B T"]
+    # Found by `bind`, from ends that are known when tracing.
+    has_diagonal: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name in ("first", "last"):
@@ -439,7 +457,11 @@ class KeyRange(Mask):
         return kind_of(full=(keys.first >= first.last) & (keys.last <= last.first), empty=empty)
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "KeyRange":
-        return KeyRange(*(at_batch_and_token(name, getattr(self, name), "T", T, B=B) for name in ("first", "last")))
+        first, last = (at_batch_and_token(name, getattr(self, name), "T", T, B=B) for name in ("first", "last"))
+        own = np.arange(min(T, S), dtype=np.int32)
+        is_known = isinstance(first, np.ndarray) and isinstance(last, np.ndarray)
+        has_diagonal = is_known and bool(self.evaluate(own, own, first[:, : S], last[:, : S]).all())
+        return KeyRange(first, last, has_diagonal=self.has_diagonal or has_diagonal)
 
     def __repr__(self) -> str:
         return f"KeyRange({shown(self.first)}, {shown(self.last)})"
@@ -469,8 +491,13 @@ class Segments(Mask):
     q_ids: Int[Array, "*B T"]
     kv_ids: Int[Array, "*B S"] | None = None
     padding_id: int | None = None
+    # Whether the two are the same array, of which `bind` makes two leaves.
+    same_ids: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
+        if not self.same_ids and (self.kv_ids is None or self.kv_ids is self.q_ids):
+            object.__setattr__(self, "kv_ids", None)
+            object.__setattr__(self, "same_ids", True)
         for name in ("q_ids", "kv_ids"):
             ids = getattr(self, name)
             if ids is None and name == "kv_ids":
@@ -490,6 +517,14 @@ class Segments(Mask):
     @property
     def _key_ids(self) -> Any:
         return self.q_ids if self.kv_ids is None else self.kv_ids
+
+    @property
+    def has_diagonal(self) -> bool:
+        return self.same_ids and self.padding_id is None
+
+    @property
+    def is_live_on_diagonal(self) -> bool:
+        return self.same_ids
 
     def values(self) -> tuple[Value, ...]:
         return Value(self.q_ids, "BT"[-self.q_ids.ndim :]), Value(self._key_ids, "BS"[-self._key_ids.ndim :])
@@ -512,9 +547,8 @@ class Segments(Mask):
     def bind(self, *, B: int, N: int, T: int, S: int) -> "Segments":
         q_ids = at_batch_and_token("q_ids", self.q_ids, "T", T, B=B)
         hint = "Give a pair of ids, for queries and for keys, where they differ in length."
-        return Segments(
-            q_ids, at_batch_and_token("kv_ids", self._key_ids, "S", S, B=B, hint=hint), padding_id=self.padding_id
-        )
+        kv_ids = at_batch_and_token("kv_ids", self._key_ids, "S", S, B=B, hint=hint)
+        return Segments(q_ids, kv_ids, padding_id=self.padding_id, same_ids=self.same_ids)
 
     def __repr__(self) -> str:
         padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"

@@ -1,5 +1,6 @@
 """The Hopper kernels lower for CUDA on a machine without a GPU: default tiles, all tiles that fit, on meshes too."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -20,7 +21,7 @@ from jflash.backends import mosaic_gpu
 from jflash.backends.mosaic_gpu import primitives
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles
 from jflash.errors import ArgumentError
-from jflash.masks import Causal, Segments
+from jflash.masks import Causal, Chunked, Segments
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 
@@ -322,3 +323,27 @@ def test_lists_of_tiles_and_values_lower_inside_vmap():
 
     ids = jax.ShapeDtypeStruct((3, 4, 256), np.int32)
     assert_both_passes(lower(jax.vmap(call), [*shapes(*((3, *size) for size in SIZES)), ids]))
+
+
+@pytest.mark.parametrize(
+    ("make", "selects"),
+    [
+        # By heads: of v forward, of k and v backward; of q and d_out backward.
+        (lambda ids: Segments(ids, padding_id=0) & Causal(), {2: 3, 4: 2}),
+        (lambda ids: Segments(ids) & Causal(), {}),
+        (lambda ids: (Segments(ids, ids) & Causal()) | Chunked(7), {}),
+    ],
+    ids=["padding", "documents", "or"],
+)
+def test_no_pass_over_arrays_for_dead_keys_where_there_are_none(make, selects):
+    """Of documents without padding it is known when tracing that each query sees itself."""
+
+    def call(q, k, v, ids):
+        return gradients(q, k, v, causal=False, mask=make(ids))
+
+    text = lower(call, [*shapes((3, 256, 4, 64), (3, 256, 2, 64), (3, 256, 2, 64)), jnp.zeros((3, 256), jnp.int32)])
+    assert_both_passes(text)
+    # `jnp.where` is a function, of which selects of one shape share one.
+    called = re.findall(r"call @_where.* -> tensor<3x256x(\d)x64xbf16>$", text, re.MULTILINE)
+    assert collections.Counter(map(int, called)) == selects
+    assert bool(re.search(r"stablehlo\.select .*tensor<3x256x\dx64xbf16>$", text, re.MULTILINE)) == bool(selects)

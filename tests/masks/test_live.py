@@ -11,8 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import COMPILED, PROPERTY, Sizes, patterns, segments, trees
 
-from jflash.masks import And, Causal, Dense, Full, Lengths, Mask, Or, Segments, SlidingWindow
-from jflash.masks.live import live_keys, zero_dead_keys
+from jflash.masks import (
+    And,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    Full,
+    KeyRange,
+    Lengths,
+    Mask,
+    MaskFn,
+    Or,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+    packed,
+)
+from jflash.masks.live import every_query_sees_a_key, live_keys, zero_dead_keys
 
 # A few, since each new shape compiles: within a tile of 128, whole tiles, and over the end of one.
 LENGTHS = (37, 128, 300)
@@ -31,17 +47,20 @@ class Posed(NamedTuple):
         return np.broadcast_to(found, (self.sizes.B, S))
 
     @property
-    def truth(self) -> np.ndarray:
-        """The same from all pairs."""
+    def allowed(self) -> np.ndarray:
         b, n, q, k = np.ix_(*map(np.arange, self.sizes))
-        allowed = np.broadcast_to(np.asarray(self.mask.allowed(q, k, b=b, n=n)), self.sizes)
-        return allowed.any((1, 2))
+        return np.broadcast_to(np.asarray(self.mask.allowed(q, k, b=b, n=n)), self.sizes)
+
+    @property
+    def truth(self) -> np.ndarray:
+        """Live keys from all pairs."""
+        return self.allowed.any((1, 2))
 
 
 @st.composite
 def posed(draw: Callable, masks: Callable[[Sizes], st.SearchStrategy[Mask]]) -> Posed:
-    length = st.sampled_from(LENGTHS)
-    sizes = Sizes(draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2])), draw(length), draw(length))
+    T, S = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(LENGTHS))
+    sizes = Sizes(draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2])), T, draw(st.sampled_from([S, T])))
     return Posed(sizes, draw(masks(sizes)).bind(**sizes._asdict()))
 
 
@@ -62,8 +81,22 @@ def denses_with_dead_keys(draw: Callable, sizes: Sizes) -> Mask:
     return Dense(pairs & (random.random((sizes.B, sizes.N, 1, sizes.S)) < 0.5))
 
 
+@st.composite
+def around_the_diagonal(draw: Callable, sizes: Sizes) -> Mask:
+    """Masks of which more may be known: documents with ids of their own, ranges that hold their query or nearly so."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    if sizes.T == sizes.S and draw(st.booleans()):
+        ids = random.integers(0, 9, (sizes.B, sizes.T), np.int32)
+        return Segments(ids, padding_id=draw(st.none() | st.integers(0, 9)))
+    queries = np.arange(sizes.T)
+    missing = random.random((sizes.B, sizes.T)) < draw(st.sampled_from([0, 0.02]))
+    left, right = random.integers(0, 3, (2, sizes.B, sizes.T))
+    return KeyRange(queries - left + missing * 2, queries + right)
+
+
 def masks(sizes: Sizes) -> st.SearchStrategy[Mask]:
-    return patterns(sizes) | segments(sizes) | documents(sizes) | denses_with_dead_keys(sizes)
+    several = documents(sizes), denses_with_dead_keys(sizes), around_the_diagonal(sizes)
+    return st.one_of(patterns(sizes), segments(sizes), *several)
 
 
 def combined(sizes: Sizes) -> st.SearchStrategy[Mask]:
@@ -76,6 +109,69 @@ def combined(sizes: Sizes) -> st.SearchStrategy[Mask]:
 @given(posed(masks))
 def test_a_pattern(case):
     assert (case.live == case.truth).all()
+
+
+@settings(PROPERTY, max_examples=60)
+@given(
+    posed(around_the_diagonal)
+    | posed(lambda sizes: trees(st.builds(Causal) | st.builds(Lengths) | patterns(sizes) | around_the_diagonal(sizes)))
+)
+def test_what_is_claimed_of_queries_and_of_the_diagonal_holds(case):
+    mask, (_, _, T, S) = case.mask, case.sizes
+    if every_query_sees_a_key(mask, T=T, S=S):
+        assert case.allowed.any(3).all()
+    diagonal = np.diagonal(case.allowed, axis1=2, axis2=3)
+    assert diagonal.all() or not mask.has_diagonal
+    alone = case.allowed.any(2)[..., : min(T, S)] & ~diagonal
+    assert not (alone.any() and mask.is_live_on_diagonal)
+    assert (case.live == case.truth).all()
+
+
+IDS = np.arange(200) // 30
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_known"),
+    [
+        (Segments(IDS) & Causal(), True),
+        (Segments(IDS, IDS) & SlidingWindow(9, 0), True),
+        (Segments(IDS) & PrefixLM(3) & Chunked(7) & Dilated(3) & Full(), True),
+        (MaskFn(lambda b, n, q, k: q > k) | Segments(IDS), True),
+        ((Segments(IDS) | Dense(np.zeros((200, 200), bool))) & Causal(), True),
+        (packed(np.array([0, 30, 200]), np.array([0, 30, 200]), T=200, S=200, causal=True), True),
+        # One query sees itself no more, by a hole, slack, padding, other ids; or one knows no more of its offset.
+        (Segments(IDS) & Causal(offset=-1), False),
+        (Segments(IDS, padding_id=9), False),
+        (Segments(IDS, IDS.copy()), False),
+        (~Segments(IDS), False),
+        (packed(np.array([0, 30, 199]), np.array([0, 30, 199]), T=200, S=200), False),
+        (Segments(IDS) & SlidingWindow(4, 4, offset=np.array(0)), False),
+        (Segments(IDS) & MaskFn(lambda b, n, q, k: q >= k), False),
+    ],
+    ids=str,
+)
+def test_packed_documents_without_padding_are_known_to_live_while_tracing(mask, is_known):
+    bound = mask.bind(B=2, N=2, T=200, S=200)
+    known = []
+
+    @jax.jit
+    def trace(bound):
+        known.append(every_query_sees_a_key(bound, T=200, S=200))
+        known.append(isinstance(live_keys(bound, T=200, S=200), np.ndarray))
+        return 0
+
+    trace(jax.tree.map(jnp.asarray, bound))
+    assert known == [is_known, is_known]
+    if is_known:
+        assert Posed(Sizes(2, 2, 200, 200), bound).allowed.any(3).all()
+
+
+def test_padding_is_looked_for_once_for_each_token():
+    """A loop over tiles would be a `while`."""
+    bound = (Segments(IDS, padding_id=3) & Causal()).bind(B=1, N=1, T=200, S=200)
+    jaxpr = jax.make_jaxpr(lambda mask: live_keys(mask, T=200, S=200))(jax.tree.map(jnp.asarray, bound))
+    assert "while" not in str(jaxpr) and "scan" not in str(jaxpr)
+    assert (np.asarray(live_keys(bound, T=200, S=200)) == (IDS != 3)).all()
 
 
 @settings(PROPERTY, max_examples=40)

@@ -27,8 +27,8 @@ def zero_dead_keys(*arrays: Float[Array, "B S K _"], mask: Mask, T: int, S: int)
 def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
     """Whether some query sees each key, for a mask after `bind`; numpy where that is known when tracing.
 
-    Work and memory are in proportion to the tiles that the mask visits, and never T x S; to S alone where what each query
-    sees of the key of its own index tells.
+    Work and memory are in proportion to the tiles that the mask visits, and never T x S; to S where it is enough to
+    look at each query and the key of its index.
     """
     if S <= T and mask.is_live_on_diagonal:
         keys = np.arange(S, dtype=np.int32)[None]

@@ -460,7 +460,7 @@ class KeyRange(Mask):
         first, last = (at_batch_and_token(name, getattr(self, name), "T", T, B=B) for name in ("first", "last"))
         own = np.arange(min(T, S), dtype=np.int32)
         is_known = isinstance(first, np.ndarray) and isinstance(last, np.ndarray)
-        has_diagonal = is_known and bool(self.evaluate(own, own, first[:, : S], last[:, : S]).all())
+        has_diagonal = is_known and bool(self.evaluate(own, own, first[:, :S], last[:, :S]).all())
         return KeyRange(first, last, has_diagonal=self.has_diagonal or has_diagonal)
 
     def __repr__(self) -> str:

@@ -227,7 +227,8 @@ def flash_attention_varlen(
     Args:
       q, k, v: the tokens of all sequences, and slack at the end if there is any.
       cu_seqlens_q: where the queries of each sequence begin, and where the last ones end: whole numbers from 0 on,
-        ascending. They may be traced: other lengths do not compile again. Queries past the last number give 0.
+        ascending. They may be traced: other lengths do not compile again. Queries past the last number give 0; where it
+        is known when tracing that there are none, q, k and v are not searched for them.
       cu_seqlens_k: likewise for the keys; None is the same as for the queries.
       causal, window: within each sequence, whose last query stands at its last key, as in FlashAttention.
       alibi_slopes: as of `flash_attention`, by the distance of positions in a sequence, whose last query stands at its

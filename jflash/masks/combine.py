@@ -106,6 +106,10 @@ class And(_Combined):
         whole = Mask.tile_kind if self.has_spans else _Combined.tile_kind
         return whole(self, queries, keys, *bounds)
 
+    def interval(self, query, *values) -> Interval | None:
+        parts = [mask.interval(query, *own) for mask, own in self._each(values)]
+        return None if None in parts else functools.reduce(_overlap, parts)
+
     def key_span(self, queries: Interval, *values) -> Span:
         spans = (mask.key_span(queries, *own) for mask, own in self._each(values))
         return functools.reduce(_overlap_spans, spans)

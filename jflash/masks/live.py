@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,7 @@ def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
         keys = np.arange(S, dtype=np.int32)[None]
         if mask.has_diagonal:
             return keys >= 0
-        # Of such a mask all values are per batch row, query or key.
-        arrays = (value.array for value in mask.values())
-        return mask.evaluate(keys, keys, *(x[:, None] if x.ndim == 1 else x[:, :S] for x in arrays))
+        return mask.evaluate(keys, keys, *_by_token(mask, S))
     if isinstance(mask, Or):  # Who sees a key by one of the masks sees it; of an AND the like does not hold.
         return functools.reduce(operator.or_, (live_keys(part, T=T, S=S) for part in mask.masks))
     if mask.has_spans:
@@ -45,7 +44,36 @@ def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
         hull = mask.query_span(Interval(keys, keys), *values).hull
         first, last = maximum(hull.first, 0), minimum(hull.last, T - 1)
         return (first <= last) & (keys >= 0)
-    return _live_by_tiles(mask, T, S)
+    interval = mask.interval(np.arange(T, dtype=np.int32)[None], *_by_token(mask, T))
+    return _live_by_tiles(mask, T, S) if interval is None else _live_by_intervals(interval, S)
+
+
+def _by_token(mask: Mask, length: int) -> list[Any]:
+    """The values of a mask without those per head or per pair, at the first queries and keys: (B or 1, length or 1)."""
+    arrays = (value.array for value in mask.values())
+    return [x[:, None] if x.ndim == 1 else x[:, :length] for x in arrays]
+
+
+def _live_by_intervals(interval: Interval, S: int) -> Bool[Array, "#B S"]:
+    """A key is seen where a query whose keys begin there or before it sees as far."""
+    first, last = jnp.broadcast_arrays(jnp.maximum(interval.first, 0), jnp.minimum(interval.last, S - 1))
+    # How far those queries see that begin at each key; those that see nothing begin behind the last.
+    tiles = -(-S // _BLOCK)
+    rows = np.arange(first.shape[0])[:, None]
+    reach = jnp.full((first.shape[0], tiles * _BLOCK), -1, jnp.int32)
+    reach = reach.at[rows, jnp.where(first <= last, first, S)].max(last, mode="drop").reshape(-1, tiles, _BLOCK)
+
+    # The largest up to each key, in two steps: `lax.cummax` is dozens of kernels on a GPU (JAX 0.11.2).
+    inside = _largest_before(reach, _BLOCK, itself=True)
+    before = _largest_before(inside[..., -1], tiles, itself=False)
+    reach = jnp.maximum(inside, before[..., None]).reshape(-1, tiles * _BLOCK)[:, :S]
+    return reach >= np.arange(S, dtype=np.int32)
+
+
+def _largest_before(x: Array, length: int, *, itself: bool) -> Array:
+    """For each element of the last axis the largest of those before it, or of them and itself; otherwise -1."""
+    counts = np.tri(length, k=0 if itself else -1, dtype=bool)
+    return jnp.where(counts, x[..., None, :], -1).max(-1)
 
 
 def _live_by_tiles(mask: Mask, T: int, S: int) -> Bool[Array, "#B S"]:

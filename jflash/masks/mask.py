@@ -126,6 +126,10 @@ class Mask:
         """The queries that see a range of keys; the transpose of `key_span`."""
         raise NotImplementedError
 
+    def interval(self, query: Index, *values: Any) -> Interval | None:
+        """Exactly the keys that a query sees, where these are an interval whatever the arrays hold; otherwise None."""
+        return self.key_span(Interval(query, query), *values).hull if self.has_spans else None
+
     def tile_kind(self, queries: Interval, keys: Interval, *bounds: Interval) -> Any:
         """The `TileKind` of each tile, with the smallest and largest of each value in the tile as `bounds`."""
         span = self.key_span(queries, *(bound.first for bound in bounds))

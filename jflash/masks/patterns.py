@@ -452,6 +452,9 @@ class KeyRange(Mask):
     def evaluate(self, q, k, first, last):
         return (k >= first) & (k <= last)
 
+    def interval(self, query, first, last) -> Interval:
+        return Interval(first, last)
+
     def tile_kind(self, queries: Interval, keys: Interval, first: Interval, last: Interval) -> Any:
         empty = (keys.last < first.first) | (keys.first > last.last)
         return kind_of(full=(keys.first >= first.last) & (keys.last <= last.first), empty=empty)

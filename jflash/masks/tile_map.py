@@ -126,14 +126,21 @@ class TileMap:
         return lists_of(self.kinds())
 
 
+# Behind all visited columns in the order of a list; columns and kinds lie below it.
+_SKIPPED = np.int32(2**30)
+
+
 def lists_of(kinds: Any) -> TileLists:
-    """The lists of any array of kinds (..., rows, columns); numpy where `kinds` is."""
-    xp = jnp if is_traced(kinds) else np
-    skipped = kinds == TileKind.EMPTY.value
-    # A stable sort keeps the visited columns in order: neighbours in time are neighbours in memory.
-    column = xp.argsort(skipped, axis=-1, stable=True).astype(np.int32)
-    kind = xp.take_along_axis(kinds, column, axis=-1)
-    return TileLists((~skipped).sum(-1, dtype=np.int32), column, kind)
+    """The lists of any array of kinds (..., rows, columns); numpy where `kinds` is.
+
+    One sort of one array, and nothing that gathers or scatters: on a GPU three small kernels with what comes before and
+    after. Visited columns stay in order: neighbours in time are neighbours in memory.
+    """
+    entries = np.arange(kinds.shape[-1], dtype=np.int32) * 4 + kinds.astype(np.int32)
+    entries = where(kinds == TileKind.EMPTY.value, entries + _SKIPPED, entries)
+    entries = jnp.sort(entries, axis=-1, stable=False) if is_traced(entries) else np.sort(entries, axis=-1)
+    column, kind = (entries & (_SKIPPED - 1)) >> 2, (entries & 3).astype(np.int8)
+    return TileLists((entries < _SKIPPED).sum(-1, dtype=np.int32), column, kind)
 
 
 def union(kinds: Any, axes: tuple[int, ...] = (0, 1)) -> Any:

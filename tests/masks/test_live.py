@@ -166,12 +166,27 @@ def test_packed_documents_without_padding_are_known_to_live_while_tracing(mask, 
         assert Posed(Sizes(2, 2, 200, 200), bound).allowed.any(3).all()
 
 
-def test_padding_is_looked_for_once_for_each_token():
-    """A loop over tiles would be a `while`."""
-    bound = (Segments(IDS, padding_id=3) & Causal()).bind(B=1, N=1, T=200, S=200)
-    jaxpr = jax.make_jaxpr(lambda mask: live_keys(mask, T=200, S=200))(jax.tree.map(jnp.asarray, bound))
+ENDS = np.array([0, 30, 30, 141])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Segments(IDS, padding_id=3) & Causal(),
+        packed(ENDS, ENDS, T=200, S=200, causal=True),
+        packed(ENDS // 10, ENDS, T=200, S=200, window=(3, 0)),
+        packed(ENDS, ENDS, T=200, S=200) & SlidingWindow(0, 0, offset=np.array(9)) & Lengths(kv=np.array(35)),
+        KeyRange(np.arange(200) % 60 * 3, np.arange(200) % 60 * 3 + 1),
+    ],
+    ids=["padding", "packed", "few queries", "shifted", "holes"],
+)
+def test_no_loop_over_tiles_where_queries_see_intervals(mask):
+    """It would be a `while`, with a round for each tile that the longest row of tiles visits."""
+    case = Posed(Sizes(1, 1, 200, 200), mask.bind(B=1, N=1, T=200, S=200))
+    jaxpr = jax.make_jaxpr(lambda mask: live_keys(mask, T=200, S=200))(jax.tree.map(jnp.asarray, case.mask))
     assert "while" not in str(jaxpr) and "scan" not in str(jaxpr)
-    assert (np.asarray(live_keys(bound, T=200, S=200)) == (IDS != 3)).all()
+    assert case.truth.any() and not case.truth.all()
+    assert (case.live == case.truth).all()
 
 
 @settings(PROPERTY, max_examples=40)
@@ -283,11 +298,12 @@ def test_inside_shard_map():
     ids = np.random.default_rng(0).integers(0, 200, (4, 300), np.int32)
     mask = (Segments(ids[:, ::-1].copy(), ids, padding_id=7) & Causal()).bind(B=4, N=1, T=300, S=300)
     rows = jax.sharding.PartitionSpec("b")
-    found = jax.jit(
-        jax.shard_map(lambda mask: live_keys(mask, T=300, S=300), mesh=mesh, in_specs=(rows,), out_specs=rows)
-    )(mask)
-    assert (np.asarray(found) == Posed(Sizes(4, 1, 300, 300), mask).truth).all()
-    assert not found.all() and found.any()
+    for own in (mask, KeyRange(ids, ids + 7).bind(B=4, N=1, T=300, S=300)):
+        found = jax.jit(
+            jax.shard_map(lambda mask: live_keys(mask, T=300, S=300), mesh=mesh, in_specs=(rows,), out_specs=rows)
+        )(own)
+        assert (np.asarray(found) == Posed(Sizes(4, 1, 300, 300), own).truth).all()
+        assert not found.all() and found.any()
 
 
 def test_memory_grows_with_the_length_alone():

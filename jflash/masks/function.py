@@ -14,9 +14,6 @@ from jflash.errors import ArgumentError, ShapeError
 from jflash.masks.arrays import canonical, refuse_captured, reshaped, shown
 from jflash.masks.mask import Interval, Mask, Value, is_traced, kind_of, pattern
 
-# Keys of a tile that are evaluated at a time to find its kind.
-_KEYS_AT_A_TIME = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class _Axes:
@@ -64,7 +61,7 @@ class MaskFn(Mask):
     that is made anew each time compiles each time. Arrays belong into the arguments below, where they may be traced and
     change without compiling; they come after the indices, in the order of the arguments.
 
-    Tiles that are empty are found by evaluating all pairs once for each call, a part of them at a time, and are then
+    Tiles that are empty are found by evaluating all pairs once for each call, in no array of all pairs, and are then
     skipped as those of any other mask. A pattern says the same without evaluating anything: prefer one where it fits.
 
     Args:
@@ -135,39 +132,13 @@ class MaskFn(Mask):
         return self.fn(b, n, q, k, *values) & ((q == q) & (k == k))
 
     def tile_kind(self, queries: Interval, keys: Interval, *bounds: Interval) -> Any:
+        # Arrays, so that with the same function and sizes the compiled program is found again.
+        ends = jax.tree.map(np.asarray, (queries, keys))
+        longest = tuple(int((last - first).max()) + 1 for first, last in ends)
         if is_traced(*jax.tree.leaves(self)):
-            return self._kinds(queries, keys)
+            return _kinds(self, *ends, longest)
         with jax.ensure_compile_time_eval():  # Known when tracing.
-            return np.asarray(self._kinds(queries, keys))
-
-    def _kinds(self, queries: Interval, keys: Interval) -> Any:
-        """Some pairs of every tile at a time."""
-        sizes = dict.fromkeys("BN", 1)
-        for value in self.values():
-            sizes |= {
-                axis: max(sizes[axis], size) for axis, size in zip(value.axes, value.array.shape) if axis in sizes
-            }
-        b, n = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes.values()))
-        b, n = b[..., None, None, None], n[..., None, None, None]
-        rows, columns = (int(np.max(ends.last - ends.first)) + 1 for ends in (queries, keys))
-        steps = -(-columns // _KEYS_AT_A_TIME)
-        q_first, q_last, k_first, k_last = (jnp.asarray(x)[..., None] for x in (*queries, *keys))
-        inside = jnp.arange(_KEYS_AT_A_TIME, dtype=jnp.int32)
-
-        def some_and_every(i):
-            # Past the end of a tile its last pair is evaluated again, which changes neither.
-            q = jnp.minimum(q_first + i // steps, q_last)
-            k = jnp.minimum(k_first + i % steps * _KEYS_AT_A_TIME + inside, k_last)
-            pairs = self.allowed(q, k, b=b, n=n)
-            return pairs.any(-1), pairs.all(-1)
-
-        def step(i, carry):
-            some, every = some_and_every(i)
-            return carry[0] | some, carry[1] & every
-
-        # The first stands before the loop, so that the carry has its shape, and in `shard_map` its type.
-        some, every = lax.fori_loop(1, rows * steps, step, some_and_every(0))
-        return kind_of(full=every, empty=~some)
+            return np.asarray(_kinds(self, *ends, longest))
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "MaskFn":
         arrays: dict[str, list[Any]] = {name: [] for name in _AXES}
@@ -183,6 +154,28 @@ class MaskFn(Mask):
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
         fields = [(field, ", ".join(map(shown, arrays))) for field in _AXES if (arrays := getattr(self, field))]
         return f"MaskFn({', '.join([name, *(f'{field}=({arrays},)' for field, arrays in fields)])})"
+
+
+@functools.partial(jax.jit, static_argnames="longest")
+def _kinds(mask: MaskFn, queries: Interval, keys: Interval, longest: tuple[int, int]) -> Any:
+    """The kind of each tile, from all of its pairs; the ends of tiles have axes B, N, query tiles, key tiles."""
+    sizes = dict.fromkeys("BN", 1)
+    for value in mask.values():
+        sizes |= {axis: max(sizes[axis], size) for axis, size in zip(value.axes, value.array.shape) if axis in sizes}
+    b, n = (index[..., None, None, None, None] for index in np.ix_(*map(np.arange, sizes.values())))
+    b, n = b.astype(np.int32), n.astype(np.int32)
+    # With two more axes, inside a tile. Past its end the last pair is evaluated again, which changes no kind.
+    inside_q, inside_k = np.ix_(*(np.arange(size, dtype=np.int32) for size in longest))
+    q = jnp.minimum(queries.first[..., None, None] + inside_q, queries.last[..., None, None])
+    k = jnp.minimum(keys.first[..., None, None] + inside_k, keys.last[..., None, None])
+    pairs = mask.allowed(q, k, b=b, n=n)
+
+    def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        return a[0] | b[0], a[1] & b[1]
+
+    # One reduction to both: XLA evaluates the function inside of it, where two would have an array of all pairs.
+    some, every = lax.reduce((pairs, pairs), (np.False_, np.True_), join, (pairs.ndim - 2, pairs.ndim - 1))
+    return kind_of(full=every, empty=~some)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,9 @@ import numpy as np
 
 from jflash.masks.mask import Interval, Mask, TileKind, Value, is_traced, maximum, minimum, where
 
+# Tiles of kernels are multiples of it.
+_GRAIN = 64
+
 
 class Run(NamedTuple):
     """The columns one row visits: `start <= full_start <= full_stop <= stop`, stops excluded.
@@ -111,15 +114,29 @@ class TileMap:
 
         It is a numpy array, known when tracing, where the mask holds no JAX arrays.
         """
-        q_tiles, k_tiles = -(-self.T // self.block_q), -(-self.S // self.block_k)
-        queries = _tiles(q_tiles, self.block_q, self.T, axis=2)
-        keys = _tiles(k_tiles, self.block_k, self.S, axis=3)
-        bounds = [_bounds(value, self.block_q, self.block_k) for value in self.mask.values()]
-        kinds = self.mask.tile_kind(queries, keys, *bounds)
+        queries = _tiles(-(-self.T // self.block_q), self.block_q, self.T, axis=2)
+        keys = _tiles(-(-self.S // self.block_k), self.block_k, self.S, axis=3)
+        if self._has_grains:
+            grains = dataclasses.replace(self, block_q=_GRAIN, block_k=_GRAIN, transpose=False).kinds()
+            least, most = _bounds(Value(grains, "BNTS"), self.block_q // _GRAIN, self.block_k // _GRAIN)
+            kinds = where(least == most, least, TileKind.PARTIAL.value)
+        else:
+            bounds = [_bounds(value, self.block_q, self.block_k) for value in self.mask.values()]
+            kinds = self.mask.tile_kind(queries, keys, *bounds)
         ragged = (queries.first + self.block_q > self.T) | (keys.first + self.block_k > self.S)
         kinds = where(ragged, minimum(kinds, TileKind.PARTIAL.value), kinds)
         kinds = kinds.astype(np.int8)
         return kinds.swapaxes(2, 3) if self.transpose else kinds
+
+    @property
+    def _has_grains(self) -> bool:
+        """Whether kinds are made of those of smaller tiles.
+
+        To evaluate a function of the caller's takes long: where tiles are multiples of one size, XLA finds that the
+        forward and the backward pass of one program do the same, and does it once.
+        """
+        blocks = self.block_q, self.block_k
+        return self.mask.has_function and blocks != (_GRAIN, _GRAIN) and not any(block % _GRAIN for block in blocks)
 
     def lists(self) -> TileLists:
         """The visited columns of each row, as arrays that a kernel reads."""

@@ -538,6 +538,59 @@ def test_lists_are_made_by_few_kernels(mask, block_q, transpose):
     assert found["fusion"] <= 9, found
 
 
+def _in_reach(b, n, q, k, reach, weight, pair):
+    return (abs(q - k) <= reach + n) & (weight > 0) | pair
+
+
+def test_a_function_is_evaluated_once_for_both_passes_and_in_no_array_of_all_pairs():
+    T, N = 8192, 2
+    mask = MaskFn(
+        _in_reach,
+        per_query=(np.full(T, 300),),
+        per_key=(np.ones(T, np.float32),),
+        per_pair=(np.zeros((T, 1), bool),),
+    )
+    bound = jax.tree.map(jnp.asarray, (mask & Causal()).bind(B=1, N=N, T=T, S=T))
+    forward = {"T": T, "S": T, "block_q": 128, "block_k": 128}
+    backward = forward | {"block_q": 64, "transpose": True}
+
+    def compiled(*passes: dict[str, Any]) -> Any:
+        def lists(mask):
+            return [TileMap(mask=mask, **options).lists() for options in passes]
+
+        return jax.jit(lists).lower(bound).compile()
+
+    both = compiled(forward, backward)
+    grains = N * (T // 64) ** 2
+    # Within a fusion numbers have shapes, and no memory.
+    text = both.as_text()
+    assert max(array_sizes(text[text.index("\nENTRY ") :])) == grains
+    # One byte for each pair and head would be 4096 for each grain.
+    assert both.memory_analysis().temp_size_in_bytes <= 16 * grains
+    operations = [found.cost_analysis()["flops"] for found in (both, compiled(forward), compiled(backward))]
+    assert max(operations) < 1.2 * min(operations)
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (128, 64), (64, 192), (256, 128), (96, 64)])
+def test_kinds_of_a_function_are_exact_for_tiles_of_kernels(block_q, block_k):
+    sizes = Sizes(B=1, N=2, T=323, S=390)
+    random = np.random.default_rng(0)
+    reach = np.repeat(random.integers(-80, 200, 11), 30)[: sizes.T]
+    weight = np.repeat(random.random(9) - 0.2, 50)[: sizes.S].astype(np.float32)
+    pair = np.zeros((sizes.T, sizes.S), bool)
+    pair[300, 20] = pair[:256] = True
+    mask = MaskFn(_in_reach, per_query=(reach,), per_key=(weight,), per_pair=(pair,)).bind(**sizes._asdict())
+    for transpose in (False, True):
+        tile_map = TileMap(mask=mask, T=323, S=390, block_q=block_q, block_k=block_k, transpose=transpose)
+        kinds = tile_map.kinds().swapaxes(2, 3) if transpose else tile_map.kinds()
+        for n, i, j in np.ndindex(kinds.shape[1:]):
+            q, k = (np.arange(at * size, (at + 1) * size) for at, size in ((i, block_q), (j, block_k)))
+            inside = (q < 323)[:, None] & (k < 390)
+            pairs = mask.allowed(np.minimum(q, 322)[:, None], np.minimum(k, 389), n=n) & inside
+            assert kinds[0, n, i, j] == (FULL if pairs.all() else PARTIAL if pairs.any() else EMPTY)
+        assert {EMPTY, PARTIAL, FULL} == set(np.unique(kinds))
+
+
 def test_a_run_reads_no_memory():
     """Its arithmetic is that of numbers: no array is made, whatever the number of tiles."""
     mask = Causal(offset=np.array([3])) & Lengths(q=np.array([7]), kv=np.array([9])) & SlidingWindow(5, 6)

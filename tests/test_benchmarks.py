@@ -7,7 +7,10 @@ import json
 import pathlib
 import sys
 
+import numpy as np
 import pytest
+
+from jflash.masks import Causal, TileMap
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -15,6 +18,8 @@ with pytest.MonkeyPatch.context() as patch:
     # As Python does for a script: the modules beside it can be imported.
     patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     report, compare = importlib.import_module("report"), importlib.import_module("compare")
+    flexible_report = importlib.import_module("flexible_report")
+    flexible_times = importlib.import_module("flexible_times")
 
 WHERE = {
     "kind": "kernel_times",
@@ -305,3 +310,72 @@ def test_compare_refuses_a_tolerance_that_is_no_share(write, tolerance):
     code, _, err = run(compare.main, file, file, "--tolerance", tolerance)
     assert code == 2
     assert f"found {float(tolerance)}, wanted a share" in err
+
+
+# flexible_times.py and flexible_report.py -----------------------------------------------------------------------------
+
+
+def flexible(case: str, T: int, implementation: str, forward_ms: float, backward_ms: float) -> dict:
+    # One TFLOP in each.
+    rates = {"forward_tflops": 1e3 / forward_ms, "backward_tflops": 1e3 / backward_ms}
+    times = {"forward_ms": forward_ms, "backward_ms": backward_ms}
+    return {"kind": "flexible_times", "case": case, "T": T, "implementation": implementation, **times, **rates}
+
+
+FLEXIBLE = [
+    {"kind": "tests", "passed": 1},
+    flexible("window", 64, "jflash", 2.0, 5.0),
+    flexible("window", 128, "jflash", 4.0, 10.0),
+    flexible("window", 64, "flex_attention", 4.0, 4.0),
+    flexible("window", 128, "flex_attention", 2.0, 20.0),
+    flexible("bias", 64, "jflash", 8.0, 1.0),
+    {"kind": "flexible_times", "case": "bias", "T": 64, "implementation": "flex_attention", "not_run": "OSError: no"},
+    flexible("softcap", 64, "jflash", 1.0, 1.0),
+    flexible("softcap", 64, "flex_attention", 8.0, 10.0),
+]
+
+
+def test_flexible_report(write):
+    code, out, _ = run(flexible_report.main, write(FLEXIBLE))
+    assert code == 0
+    table, rest = out.split("\n\n")
+    assert table.splitlines()[2:] == [
+        "| window | 64 | 500 | 250 | 2.00 | 200 | 250 | 0.80 |",
+        "| window | 128 | 250 | 500 | 0.50 | 100 | 50 | 2.00 |",
+        "| bias | 64 | 125 | – | – | 1000 | – | – |",
+        "| softcap | 64 | 1000 | 125 | 8.00 | 1000 | 100 | 10.00 |",
+    ]
+    # Cube roots of 2 * 0.5 * 8 = 8 and of 0.8 * 2 * 10 = 16, the sixth root of 128.
+    assert rest.splitlines()[1:] == [
+        "- forward: geometric mean of the ratios 2.00, 1 of 3 below 1",
+        "- backward: geometric mean of the ratios 2.52, 1 of 3 below 1",
+        "- both: geometric mean of the ratios 2.24, 2 of 6 below 1",
+        "- flex_attention did not run on bias T=64: OSError: no",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (FLEXIBLE[:1], "found no line of kind 'flexible_times'"),
+        ([*FLEXIBLE, FLEXIBLE[1]], "found jflash on window T=64 a second time"),
+    ],
+)
+def test_flexible_report_of_what_is_no_record(write, lines, words):
+    code, out, err = run(flexible_report.main, write(lines))
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_both_sides_of_a_flexible_case_have_the_same_mask():
+    """A block of FlexAttention is loaded, masked or full as the tile of that size here; and so many pairs attend."""
+    masked = [case for case in flexible_times.cases(shrink=16) if case.mask_mod is not None]
+    assert len(masked) == len(list(flexible_times.cases())) - 1
+    for case in masked:
+        arguments, T = case.jflash(), case.T
+        mask = Causal() if arguments.get("causal") else arguments["mask"]
+        kinds = TileMap(mask=mask.bind(B=1, N=1, T=T, S=T), T=T, S=T, block_q=128, block_k=128).kinds()[0, 0]
+        counts = np.concatenate(flexible_times.allowed_in_blocks(case.mask_mod(lambda array: array), T, np.arange))
+        assert ((counts > 0).astype(int) + (counts == 128**2) == kinds).all(), case.name
+        # Half of the diagonal, or of the corner that a window does not reach, is left out of what is counted.
+        assert counts.sum() == pytest.approx(case.pairs, rel=0.06), case.name

@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash.api import flash_attention, flash_attention_with_lse
+from jflash.errors import ArgumentError
 from jflash.masks import Dense
+from jflash.numerics.dropout import column_word, is_kept, pair_bits, row_words
 from jflash.numerics.logits import logits
 from jflash.numerics.precision import compute_dtype, matmul_precision
 from jflash.scores import score_function
 from jflash.testing.inputs import Inputs
-from jflash.testing.workloads import Workload
+from jflash.testing.workloads import DROPOUT_KEY, Workload
 
 _RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
@@ -116,6 +119,7 @@ def attention_of(workload: Workload, *, lse: bool = True, **arguments) -> Attent
         terms = {name: learned[name] for name in ("alibi_slopes", "sinks") if name in learned}
         if workload.score_fn is not None:
             terms |= {"score_fn": workload.score_fn, "score_args": _score_args(workload, learned)}
+        terms |= _dropout_of(workload)
         if not lse:
             return flash_attention(q, k, v, bias=bias, **terms, **arguments), None
         return flash_attention_with_lse(q, k, v, bias=bias, **terms, **arguments)
@@ -123,18 +127,31 @@ def attention_of(workload: Workload, *, lse: bool = True, **arguments) -> Attent
     return attention
 
 
+def _dropout_of(workload: Workload) -> dict[str, Any]:
+    if not workload.dropout_rate:
+        return {}
+    return {"dropout_rate": workload.dropout_rate, "dropout_key": DROPOUT_KEY}
+
+
 def _score_args(workload: Workload, learned: Learned) -> tuple[Array, ...]:
     return tuple(learned.get(f"score_arg_{i}", arg) for i, arg in enumerate(workload.score_args))
 
 
 def truth_of(workload: Workload, inputs: Inputs) -> Results:
-    """Results in float64 throughout, from the reference backend."""
+    """Results in float64 throughout, from the reference backend.
+
+    Raises:
+      ArgumentError: a workload with dropout is too large to be computed in one piece: a pair's number is among all.
+    """
+    if workload.dropout_rate and len(list(_pieces(workload))) > 1:
+        found = f"{workload.B * workload.N * workload.T * workload.S} pairs with dropout"
+        raise ArgumentError("workload", found=found, wanted=f"at most {_PIECE_PAIRS}")
 
     def reference(q, k, v, bias, learned, allowed, first):
         score_fn, score_args = _score_of(workload, learned, first)
         return flash_attention_with_lse(
             q, k, v, mask=Dense(allowed), bias=bias, softcap=workload.softcap, score_fn=score_fn, score_args=score_args,
-            sinks=learned.get("sinks"), backend="reference",
+            sinks=learned.get("sinks"), backend="reference", **_dropout_of(workload),
         )  # fmt: skip
 
     with jax.enable_x64(True):
@@ -295,10 +312,19 @@ def _plain_attention(
     total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
     dead = total == 0
     total = jnp.where(dead, 1, total)
-    p = _round_value(weight / total, dtype)
+    p = _round_value(_dropped(w, weight / total, first), dtype)
     out = jnp.einsum("bnts,bsnd->btnd", p, v, precision=precision)
     lse = jnp.where(dead, -jnp.inf, top + jnp.log(total))[..., 0]
     return out, lse
+
+
+def _dropped(workload: Workload, p: Array, first: Array) -> Array:
+    """The weights after dropout."""
+    if not workload.dropout_rate:
+        return p
+    b, n, q, k = (index + start for index, start in zip(np.ix_(*map(np.arange, p.shape)), first))
+    bits = pair_bits(row_words(jnp.asarray(DROPOUT_KEY), b, n, q), column_word(k))
+    return jnp.where(is_kept(bits, workload.dropout_rate), p / (1 - workload.dropout_rate), 0)
 
 
 def _plain_steps(workload: Workload, learned: Learned, first: Array) -> Callable[..., Array] | None:

@@ -11,8 +11,8 @@ from jflash.masks import Mask
 from jflash.masks.mask import MaskStructure
 from jflash.numerics.precision import compute_dtype
 from jflash.problem import Problem, terms_of
-from jflash.scores import ScoreTerms, per_head, score_functions
-from jflash.testing.workloads import Workload
+from jflash.scores import ScoreTerms, StreamedDropout, dropout_of, per_head, score_functions
+from jflash.testing.workloads import DROPOUT_KEY, Workload
 
 
 def pose(workload: Workload, *, deterministic: bool = False) -> tuple[Problem, Mask]:
@@ -41,6 +41,7 @@ def terms_with(workload: Workload, mask: Mask, learned: Mapping[str, Any]) -> Sc
         bias=described("bias", w.bias, w.bias_dtype),
         functions=score_functions(slopes, mask, w.score_fn, args, **heads),
         sinks=None if sinks is None else per_head("sinks", sinks, **heads),
+        dropout=dropout_of(w.dropout_rate, DROPOUT_KEY, B=w.B, N=w.N),
     )
 
 
@@ -52,7 +53,9 @@ def operand_shapes(problem: Problem) -> Operands:
         return jax.ShapeDtypeStruct(shape, p.dtype)
 
     bias, sinks = (None if described is None else jax.ShapeDtypeStruct(*described) for described in (p.bias, p.sinks))
-    terms = ScoreTerms(bias, () if p.functions is None else p.functions.value, sinks)
+    words = (jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((p.B, p.N, p.T), (p.B, p.N, p.T), (1, p.S)))
+    dropout = StreamedDropout(p.dropout_rate, *words) if p.dropout_rate else None
+    terms = ScoreTerms(bias, () if p.functions is None else p.functions.value, sinks, dropout)
     q, k, v = array(p.B, p.T, p.N, p.H), array(p.B, p.S, p.K, p.H), array(p.B, p.S, p.K, p.Hv)
     return Operands(q, k, v, terms, p.mask.mask)
 

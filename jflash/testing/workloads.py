@@ -23,6 +23,8 @@ from jflash.masks import (
     Tree,
 )
 
+DROPOUT_KEY = np.array([1, 2], np.uint32)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -38,6 +40,7 @@ class Workload:
       softcap: cap of the logits, or None.
       alibi_slopes, sinks: their shapes, or None.
       score_fn, score_args: as of `flash_attention`; the arrays are part of the workload.
+      dropout_rate: as of `flash_attention`, with the key `DROPOUT_KEY`.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Workload:
     sinks: tuple[int, ...] | None = None
     score_fn: Callable[..., Any] | None = None
     score_args: tuple[np.ndarray, ...] = ()
+    dropout_rate: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "S", self.S or self.T)
@@ -105,6 +109,14 @@ def _values_of_head_and_key(s, b, n, q, k, slope, value):
 def _capped_and_sparse(s, b, n, q, k, limit):
     """A softcap that is learned, and every pair masked whose sum is a multiple of 5."""
     return jnp.where((q + k + b) % 5 == 0, -np.inf, limit * jnp.tanh(s / limit))
+
+
+def _t5_bias(s, b, n, q, k, table):
+    """The bias of T5 (arXiv:1910.10683): a number for each bucket of distances, exact nearby and logarithmic beyond."""
+    distance = abs(q - k)
+    beyond = 4 + (2 * jnp.log(jnp.maximum(distance, 1).astype(np.float32) / 4)).astype(np.int32)
+    bucket = jnp.where(distance < 4, distance, jnp.minimum(beyond, 8))
+    return s + table[n, bucket + jnp.where(k > q, 9, 0)]
 
 
 def _log_distance(s, b, n, q, k, rate):
@@ -197,6 +209,8 @@ CONTRACT: tuple[Workload, ...] = (
         mask=Causal(),
         **_SMALL,
     ),
+    Workload(name="score_t5", score_fn=_t5_bias, score_args=(_draw(11, 6, 18),), mask=SlidingWindow(30, 70), **_CROSS),
+    Workload(name="dropout", dropout_rate=0.3, mask=Segments(_DOCUMENTS, padding_id=0) & Causal(), **_SMALL),
     Workload(
         name="score_limit_alibi_bias",
         score_fn=_capped_and_sparse,

@@ -73,6 +73,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
             r"do not take a bias",
             workloads=("bias_pair", "bias_head_causal", "bias_row_softcap", "score_limit_alibi_bias"),
         ),
+        Refusal(r"no number for each diagonal", workloads=("score_t5",)),
         Refusal(r"not along BNTS", workloads=("dense_per_head", "dense_broadcast")),
         Refusal(r"Hv=12 is no multiple of 8", workloads=("few_keys",)),
     ),
@@ -84,7 +85,8 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
             workloads=("bias_pair", "bias_head_causal", "bias_row_softcap", "score_limit_alibi_bias"),
         ),
         Refusal(r"no softcap, asked for is softcap=", workloads=("softcap", "alibi_sinks_softcap")),
-        Refusal(r"runs no score function, as _", workloads=("score_head_and_key", "score_poles")),
+        Refusal(r"runs no score function, as _", workloads=("score_head_and_key", "score_poles", "score_t5")),
+        Refusal(r"draws other random numbers, asked for is dropout_rate=0\.3", workloads=("dropout",)),
         Refusal(r"no sinks on this way", workloads=("sinks",)),
         Refusal(
             r"Hv=24 and H=16",
@@ -132,11 +134,11 @@ def test_every_refusal_is_about_a_workload_that_is_there():
 
 
 def in_time(workload: Workload) -> Any:
-    """What is new in a score function or a sink is no matter of the dtype: in 16 bits CI alone runs them on a CPU.
+    """What is new in a score function, sink or dropout is no matter of the dtype: in 16 bits CI alone has it on a CPU.
 
     Poles have tests of their own, in tests/scores.
     """
-    is_slow = workload.dtype != "float32" and bool(workload.score_fn or workload.sinks)
+    is_slow = workload.dtype != "float32" and bool(workload.score_fn or workload.sinks or workload.dropout_rate)
     is_slow |= workload.name.startswith("score_poles")
     return pytest.param(workload, marks=[pytest.mark.slow] if is_slow else [])
 

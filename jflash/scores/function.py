@@ -78,7 +78,7 @@ class ScoreFunction:
         # Where no pair is allowed there is none to stand in: then nothing is differentiated.
         some = allowed.any()
         args = [here(array) if "B" in axes else array for array, axes in zip(args, self.axes)]
-        args = [jnp.where(some, x, jax.lax.stop_gradient(x)) if _is_float(x) else x for x in args]
+        args = [jnp.where(some, x, jax.lax.stop_gradient(x)) if is_float(x) else x for x in args]
         return tuple(map(here, indices)), args
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ def _argument(arg: Any, dtype: np.dtype) -> Any:
     return floating("score_args", arg, dtype)
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -208,13 +208,13 @@ def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _is_total_in(jaxpr: Any) -> bool:
     """Whether all is total that floating point results are made of; what becomes an index or a choice need not be."""
-    relevant = {var for var in jaxpr.outvars if isinstance(var, Var) and _is_float(var.aval)}
+    relevant = {var for var in jaxpr.outvars if isinstance(var, Var) and is_float(var.aval)}
     for equation in reversed(jaxpr.eqns):
         if relevant.isdisjoint(equation.outvars):
             continue
         if not _is_total_equation(equation):
             return False
-        relevant |= {var for var in equation.invars if isinstance(var, Var) and _is_float(var.aval)}
+        relevant |= {var for var in equation.invars if isinstance(var, Var) and is_float(var.aval)}
     return True
 
 

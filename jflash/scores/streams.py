@@ -7,8 +7,9 @@ both, is computed outside, for all that it is the same for, whatever indexing it
 indices and the streams.
 
 The outer function is plain JAX: from cotangents of the streams, which a kernel sums, its transpose makes those of the
-arguments. It is evaluated at every head, row, column and diagonal, so a function with poles there (`is_total` of
-`ScoreFunction` is False) would let 0 times NaN into them.
+arguments. It is evaluated at every head, row, column and diagonal, also where the mask hides all of their pairs. There
+the cotangent is 0, and the derivative infinite where a function has a pole (`is_total` of `ScoreFunction` is False): 0
+times that is NaN. So the derivative of such a function is taken at entries whose cotangent is not 0.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxtyping import Array
 
 from jflash.errors import ArgumentError
 from jflash.scores.expression import INDICES, SHAPES, Part, Place, expression_of
-from jflash.scores.function import ScoreFunction
+from jflash.scores.function import ScoreFunction, is_float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Streams:
       streams: what comes from outside.
       inner: the function of (s, q, k, *streams), or of (q, k, *streams): arithmetic alone, on arrays that broadcast.
       outer: the function of args to the arrays of the streams, differentiable.
+      outer_where_used: the same, whose derivative by an entry with a cotangent of 0 is 0, whatever it would be.
       step: `inner` as a `ScoreFunction` calls it, with (s, b, n, q, k, *streams).
 
     Example:
@@ -64,6 +66,7 @@ class Streams:
     streams: tuple[Stream, ...]
     inner: Callable[..., Array]
     outer: Callable[..., tuple[Array, ...]]
+    outer_where_used: Callable[..., tuple[Array, ...]]
     step: Callable[..., Array]
 
     @property
@@ -119,7 +122,8 @@ def streamed(function: ScoreFunction, *, T: int, S: int, dtype: np.dtype) -> Sco
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         arrays = tuple(jax.ShapeDtypeStruct(stream.shape, stream.dtype) for stream in cut.streams)
     else:
-        arrays = cut.outer(*function.arrays, b=function.b, n=function.n)
+        outer = cut.outer if function.is_total else cut.outer_where_used
+        arrays = outer(*function.arrays, b=function.b, n=function.n)
     axes = tuple(stream.axes for stream in cut.streams)
     return dataclasses.replace(function, fn=cut.step, arrays=arrays, axes=axes)
 
@@ -147,23 +151,55 @@ def _streams_of(
         known = dict(zip((*(own[name] for name in ("s", "q", "k") if name in own), *cuts), values, strict=True))
         return _evaluate(result, known, _on_arrays)
 
-    def outer(*args: Any, b: Any = None, n: Any = None) -> tuple[Array, ...]:
+    def outer(*args: Any, b: Any = None, n: Any = None, used: Sequence[Array] | None = None) -> tuple[Array, ...]:
         # A device of a mesh has some of the batch rows and heads, whose numbers these are.
         b = jnp.arange(sizes["B"], dtype=np.int32) if b is None else jnp.asarray(b)
         n = jnp.arange(sizes["N"], dtype=np.int32)[None] if n is None else jnp.asarray(n)
 
-        def at(part: Part, row: Array, head: Array, q: Array, k: Array) -> Array:
+        def at(part: Part, args: Sequence[Any], row: Array, head: Array, q: Array, k: Array) -> Array:
             known = dict(zip((own[name] for name in INDICES), (b[row], n[0, head], q, k)))
             known |= {x: _at(arg, letters, row, head) for x, arg, letters in zip(of_arrays, args, axes, strict=True)}
             return _evaluate(part, known, lambda operation, *values: operation.run(*values))
 
-        return tuple(_over_axes(functools.partial(at, part), stream, sizes) for part, stream in zip(cuts, streams))
+        def stream_of(part: Part, stream: Stream, used: Array | None) -> Array:
+            # Where nothing has a cotangent there is no entry to stand in: then nothing is differentiated.
+            own_args = args if used is None else [_differentiated_if(used.any(), x) for x in args]
+            return _over_axes(functools.partial(at, part, own_args), stream, sizes, used)
+
+        used = (None,) * len(streams) if used is None else used
+        return tuple(map(stream_of, cuts, streams, used))
 
     @functools.wraps(fn)
     def step(s: Any, b: Any, n: Any, q: Any, k: Any, *values: Any) -> Array:
         return inner(s, q, k, *values)
 
-    return Streams(streams=streams, inner=inner, outer=outer, step=step)
+    return Streams(streams=streams, inner=inner, outer=outer, outer_where_used=_where_used(outer), step=step)
+
+
+def _where_used(outer: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """`outer`, differentiated at entries with a cotangent, which also stand in for those without one."""
+
+    @jax.custom_vjp
+    def guarded(args: tuple, b: Any, n: Any) -> tuple[Array, ...]:
+        return outer(*args, b=b, n=n)
+
+    def forward(*operands: Any) -> tuple[tuple[Array, ...], tuple]:
+        return guarded(*operands), operands
+
+    def backward(operands: tuple, cotangents: tuple[Array, ...]) -> tuple:
+        args, b, n = operands
+        # Streams of whole numbers have none.
+        used = [None if x.dtype == jax.dtypes.float0 else x != 0 for x in cotangents]
+        _, pull = jax.vjp(lambda *args: outer(*args, b=b, n=n, used=used), *args)
+        return pull(cotangents), None, None
+
+    guarded.defvjp(forward, backward)
+    return lambda *args, b=None, n=None: guarded(args, b, n)
+
+
+def _differentiated_if(condition: Array, x: Any) -> Any:
+    """`x`, whose cotangent is 0 where the condition does not hold."""
+    return jnp.where(condition, x, jax.lax.stop_gradient(x)) if is_float(x) else x
 
 
 def _depends(shape: tuple[int, ...], axes: str) -> set[str]:
@@ -213,13 +249,20 @@ def _describe(part: Part, reason: str, sizes: Mapping[str, int]) -> Stream:
     return Stream(axes=axes, shape=tuple(shape), dtype=np.dtype(part.aval.dtype), reason=reason)
 
 
-def _over_axes(at: Callable[..., Array], stream: Stream, sizes: Mapping[str, int]) -> Array:
-    """The array of a stream, from the function of (row, head, q, k) that it is at one pair."""
+def _over_axes(at: Callable[..., Array], stream: Stream, sizes: Mapping[str, int], used: Array | None) -> Array:
+    """The array of a stream, from the function of (row, head, q, k) that it is at one pair.
+
+    With `used`, an entry that is not used is that of the first which is.
+    """
     index = {letter: jnp.arange(size, dtype=np.int32) for letter, size in zip(stream.axes, stream.shape)}
     if "D" in index:
         # Of q and k it depends on q - k alone, so k = 0 stands for all.
         index["T"] = index.pop("D") - (sizes["S"] - 1)
     arguments = [index.get(letter, jnp.zeros(1, np.int32)) for letter in "BNTS"]
+    if used is not None:
+        entries = [x.reshape(-1) for x in jnp.broadcast_arrays(*jnp.ix_(*arguments))]
+        used = used.reshape(-1)
+        return jax.vmap(at)(*(jnp.where(used, x, x[jnp.argmax(used)]) for x in entries)).reshape(stream.shape)
     for axis in reversed(range(4)):
         at = jax.vmap(at, in_axes=[0 if axis == own else None for own in range(4)])
     return at(*arguments).reshape(stream.shape)

@@ -16,7 +16,7 @@ import jflash
 from jflash import flash_attention, flash_attention_with_lse
 from jflash.backends import registry
 from jflash.backends.xla import XlaTiles
-from jflash.masks import Causal, SlidingWindow
+from jflash.masks import Causal, Lengths, SlidingWindow
 
 B, T, S, N, K, H, Hv = 4, 7, 9, 8, 4, 5, 6
 TILES = {"xla": XlaTiles(block_q=4, block_k=5), "reference": None, "toy": None}
@@ -161,6 +161,44 @@ def test_score_functions_of_a_kernel(kind):
             with jax.set_mesh(mesh):
                 q, k, v, d_out = (jax.device_put(x, heads) for x in (q, k, v, d_out))
                 found = jax.jit(functools.partial(run, backend="toy"))(q, k, v, slopes, slope, values, d_out)
+    assert_trees_close(found, wanted)
+
+
+def poles_that_nobody_sees(s, b, n, q, k, rate, values):
+    """Infinite at the keys that the mask hides, where `values` is 0."""
+    return s + rate[n] * jnp.log(values[b, k])
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=["vmap", "auto", "explicit"])
+def test_poles_outside_of_a_kernel_have_no_gradient(kind):
+    """What is computed outside is so for all keys; by xla the function is run at pairs that attend alone."""
+    lengths = np.array([S - 3, 2, S, 0], np.int32)
+    q, k, v = operands()
+    rate = draw(N, seed=3)
+    values = jnp.where(np.arange(S) < lengths[:, None], jnp.abs(draw(B, S, seed=4)) + 0.5, 0)
+    d_out = draw(B, T, N, Hv, seed=9)
+
+    def run(q, k, v, rate, values, d_out, backend):
+        def call(*operands):
+            *qkv, rate, values = operands
+            terms = {"score_fn": poles_that_nobody_sees, "score_args": (rate, values)}
+            return flash_attention(*qkv, mask=Lengths(kv=lengths), backend=backend, **terms)
+
+        out, pull = jax.vjp(call, q, k, v, rate, values)
+        return out, *pull(d_out)
+
+    wanted = run(q, k, v, rate, values, d_out, "xla")
+    assert all(np.isfinite(x).all() for x in wanted)
+    with registry.registered(toy_backend.BACKEND):
+        if kind is None:
+            found = jax.vmap(functools.partial(run, backend="toy"))(*(x[None] for x in (q, k, v, rate, values, d_out)))
+            found = [x[0] for x in found]
+        else:
+            mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+            heads = NamedSharding(mesh, P("data", None, "model", None))
+            with jax.set_mesh(mesh):
+                q, k, v, d_out = (jax.device_put(x, heads) for x in (q, k, v, d_out))
+                found = jax.jit(functools.partial(run, backend="toy"))(q, k, v, rate, values, d_out)
     assert_trees_close(found, wanted)
 
 

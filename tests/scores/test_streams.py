@@ -258,6 +258,54 @@ def test_whole_numbers_and_shapes_alone():
     assert d_x.sum() == N * T and d_y.dtype == jax.dtypes.float0
 
 
+def with_poles(s, b, n, q, k, of_head, of_query, of_key, of_diagonal, marked):
+    """Infinite, with an infinite derivative, at a head, queries, keys and diagonals where an argument is 0."""
+    of_query = jnp.where(marked[b], 1 / of_query[q], 0)
+    return s * jnp.sqrt(of_head[n]) + of_query * jnp.log(of_key[n, k]) + jnp.sqrt(of_diagonal[q - k + S])
+
+
+def test_no_cotangent_goes_through_a_pole_that_no_pair_sees():
+    """Of entries without a cotangent the derivative is 0; of the others it is that of the function."""
+    args = (
+        np.array([1, 0, 4], np.float32),
+        np.array([0, 2, 3, 4, 0], np.float32),
+        np.abs(draw(N, S)) + 1,
+        np.abs(draw(T + S)) + 1,
+        np.array([True, False]),
+    )
+    args[2][1:, 5:] = 0
+    args[3][: S - 1] = 0
+    function = score_function(with_poles, args, B=B, N=N, dtype=FLOAT32)
+    assert not function.is_total
+
+    def arrays(*floats):
+        filled = dataclasses.replace(function, arrays=(*floats, function.arrays[4]))
+        return streamed(filled, T=T, S=S, dtype=FLOAT32).arrays
+
+    floats = list(map(jnp.asarray, args[:4]))
+    found, wanted = arrays(*floats), cut(with_poles, args).outer(*floats, args[4])
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    @jax.jit
+    def gradients(*cotangents):
+        return jax.vjp(arrays, *floats)[1](cotangents)
+
+    @jax.jit
+    def without_poles(*cotangents):
+        finite = [jnp.where(x == 0, 1, x) for x in floats]
+        return jax.vjp(lambda *x: cut(with_poles, args).outer(*x, args[4]), *finite)[1](cotangents)
+
+    cotangents = [jnp.where(jnp.isfinite(x) & (x != 0), draw(*x.shape, seed=7), 0) for x in found]
+    assert all(0 < (x != 0).mean() < 1 for x in cotangents)
+    # All, and each on its own, beside others that have no cotangent at all and begin with a pole; and none.
+    for chosen in ({0, 1, 2, 3}, {0}, {1}, {2}, {3}, set()):
+        own = [x if i in chosen else 0 * x for i, x in enumerate(cotangents)]
+        for one, other in zip(gradients(*own), without_poles(*own), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=False)
+        assert all(np.abs(x).max() > 0 for x in gradients(*own)) == (len(chosen) == 4)
+
+
 # In place of the function itself --------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,8 @@ def live_keys(mask: Mask, *, T: int, S: int) -> Bool[Array, "#B S"]:
         hull = mask.query_span(Interval(keys, keys), *values).hull
         first, last = maximum(hull.first, 0), minimum(hull.last, T - 1)
         return (first <= last) & (keys >= 0)
+    if T <= _BLOCK:
+        return _live_by_pairs(mask, T, S)
     interval = mask.interval(np.arange(T, dtype=np.int32)[None], *_by_token(mask, T))
     return _live_by_tiles(mask, T, S) if interval is None else _live_by_intervals(interval, S)
 
@@ -52,6 +54,13 @@ def _by_token(mask: Mask, length: int) -> list[Any]:
     """The values of a mask without those per head or per pair, at the first queries and keys: (B or 1, length or 1)."""
     arrays = (value.array for value in mask.values())
     return [x[:, None] if x.ndim == 1 else x[:, :length] for x in arrays]
+
+
+def _live_by_pairs(mask: Mask, T: int, S: int) -> Bool[Array, "#B S"]:
+    """One reduction over the pairs of few queries, as of decoding steps."""
+    q, k = np.ix_(np.arange(T, dtype=np.int32), np.arange(S, dtype=np.int32))
+    pairs = mask.evaluate(q, k, *(value.expanded() for value in mask.values()))
+    return pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape).any((1, 2))
 
 
 def _live_by_intervals(interval: Interval, S: int) -> Bool[Array, "#B S"]:

@@ -186,8 +186,9 @@ def _reduce(array: Any, axis: int, block: int, how: Literal["min", "max"]) -> An
     if length == 1:
         return array
     tiles = -(-length // block)
-    xp = jnp if isinstance(array, jax.Array) else np
-    # Repeating the last element changes neither minimum nor maximum.
-    padding = [(0, tiles * block - length if position == axis else 0) for position in range(4)]
+    if tiles * block > length:
+        # Repeating the last element changes neither minimum nor maximum.
+        padding = [(0, tiles * block - length if position == axis else 0) for position in range(4)]
+        array = (jnp if isinstance(array, jax.Array) else np).pad(array, padding, mode="edge")
     split = (*array.shape[:axis], tiles, block, *array.shape[axis + 1 :])
-    return getattr(xp.pad(array, padding, mode="edge").reshape(split), how)(axis=axis + 1)
+    return getattr(array.reshape(split), how)(axis=axis + 1)

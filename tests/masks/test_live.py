@@ -182,8 +182,27 @@ ENDS = np.array([0, 30, 30, 141])
 )
 def test_no_loop_over_tiles_where_queries_see_intervals(mask):
     """It would be a `while`, with a round for each tile that the longest row of tiles visits."""
-    case = Posed(Sizes(1, 1, 200, 200), mask.bind(B=1, N=1, T=200, S=200))
-    jaxpr = jax.make_jaxpr(lambda mask: live_keys(mask, T=200, S=200))(jax.tree.map(jnp.asarray, case.mask))
+    assert_right_without_a_loop(mask, Sizes(1, 1, 200, 200))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        KeyRange(np.array([7, 200, 0]), np.array([30, 299, -1])) | KeyRange(np.array([0, 0, 1]), np.array([1, 1, 0])),
+        Segments(np.array([3, 3, 9]), np.arange(300) // 40) & Causal(offset=np.array(140)),
+        MaskFn(lambda b, n, q, k, keep: (k % 7 == n) & keep, per_key=(np.arange(300) < 90,)),
+    ],
+    ids=["ring", "documents", "function"],
+)
+def test_no_loop_over_tiles_for_few_queries(mask):
+    """As in a decoding step."""
+    assert_right_without_a_loop(mask, Sizes(B=2, N=2, T=3, S=300))
+
+
+def assert_right_without_a_loop(mask, sizes):
+    case = Posed(sizes, mask.bind(**sizes._asdict()))
+    lengths = {"T": sizes.T, "S": sizes.S}
+    jaxpr = jax.make_jaxpr(lambda mask: live_keys(mask, **lengths))(jax.tree.map(jnp.asarray, case.mask))
     assert "while" not in str(jaxpr) and "scan" not in str(jaxpr)
     assert case.truth.any() and not case.truth.all()
     assert (case.live == case.truth).all()

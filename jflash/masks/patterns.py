@@ -477,7 +477,8 @@ class Segments(Mask):
     Args:
       q_ids: the segment of each query, (T,) or (B, T) whole numbers that fit 32 bits.
       kv_ids: the segment of each key, (S,) or (B, S); None means the same as `q_ids`.
-      padding_id: tokens of this segment see nothing and nobody sees them; None means that every id is a segment.
+      padding_id: tokens of this segment see nothing and nobody sees them; None means that every id is a segment, and
+        is faster: padding may be a segment too, if what comes out for it is not used.
 
     Raises:
       ArgumentError: ids that are no whole numbers or of the wrong shape.

@@ -347,3 +347,5 @@ def test_no_pass_over_arrays_for_dead_keys_where_there_are_none(make, selects):
     called = re.findall(r"call @_where.* -> tensor<3x256x(\d)x64xbf16>$", text, re.MULTILINE)
     assert collections.Counter(map(int, called)) == selects
     assert bool(re.search(r"stablehlo\.select .*tensor<3x256x\dx64xbf16>$", text, re.MULTILINE)) == bool(selects)
+    # A list of tiles for each pass, and no loop over the tiles of keys.
+    assert text.count("call @sort") == 2 and "stablehlo.while" not in text

@@ -138,3 +138,12 @@ def every_query_sees_a_key(mask: Mask, *, T: int, S: int) -> bool:
     queries = np.arange(T, dtype=np.int32)
     hull = mask.key_span(Interval(queries, queries)).hull
     return bool(np.all(np.maximum(hull.first, 0) <= np.minimum(hull.last, S - 1)))
+
+
+def every_key_is_seen(mask: Mask, *, T: int, S: int) -> bool:
+    """Whether it is known when tracing that some query sees each key, for a mask after `bind`, of shapes alone too."""
+    if S <= T and mask.has_diagonal:
+        return True
+    if isinstance(mask, Or):
+        return any(every_key_is_seen(part, T=T, S=S) for part in mask.masks)
+    return mask.has_spans and not mask.values() and bool(np.all(live_keys(mask, T=T, S=S)))

@@ -21,7 +21,7 @@ from jflash.backends import mosaic_gpu
 from jflash.backends.mosaic_gpu import primitives
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles
 from jflash.errors import ArgumentError
-from jflash.masks import Causal, Chunked, Segments
+from jflash.masks import Causal, Chunked, Segments, packed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 
@@ -332,8 +332,9 @@ def test_lists_of_tiles_and_values_lower_inside_vmap():
         (lambda ids: Segments(ids, padding_id=0) & Causal(), {2: 3, 4: 2}),
         (lambda ids: Segments(ids) & Causal(), {}),
         (lambda ids: (Segments(ids, ids) & Causal()) | Chunked(7), {}),
+        (lambda ids: packed(np.array([0, 100, 256]), np.array([0, 100, 256]), T=256, S=256, causal=True), {}),
     ],
-    ids=["padding", "documents", "or"],
+    ids=["padding", "documents", "or", "packed"],
 )
 def test_no_pass_over_arrays_for_dead_keys_where_there_are_none(make, selects):
     """Of documents without padding it is known when tracing that each query sees itself."""
@@ -341,7 +342,10 @@ def test_no_pass_over_arrays_for_dead_keys_where_there_are_none(make, selects):
     def call(q, k, v, ids):
         return gradients(q, k, v, causal=False, mask=make(ids))
 
-    text = lower(call, [*shapes((3, 256, 4, 64), (3, 256, 2, 64), (3, 256, 2, 64)), jnp.zeros((3, 256), jnp.int32)])
+    ids, arrays = jnp.zeros((3, 256), jnp.int32), shapes((3, 256, 4, 64), (3, 256, 2, 64), (3, 256, 2, 64))
+    notes = jflash.explain(*arrays, mask=make(ids), hardware="h200").notes
+    assert any("may hide a key" in note for note in notes) == bool(selects)
+    text = lower(call, [*arrays, ids])
     assert_both_passes(text)
     # `jnp.where` is a function, of which selects of one shape share one.
     called = re.findall(r"call @_where.* -> tensor<3x256x(\d)x64xbf16>$", text, re.MULTILINE)

@@ -8,6 +8,7 @@ from jflash.backends.mosaic_gpu.sm90.backward import NARROW
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES
 from jflash.backends.mosaic_gpu.visits import function_of
 from jflash.hardware import Hardware
+from jflash.masks.live import every_key_is_seen, every_query_sees_a_key
 from jflash.problem import Problem
 
 _WIDEST_HEAD = 256
@@ -37,8 +38,14 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """Where the kernels compute more than the problem has."""
+    """What is computed beside the problem: columns that it does not have, and copies of arrays."""
     found = []
+    mask, lengths = problem.mask.mask, {"T": problem.T, "S": problem.S}
+    if not (every_key_is_seen(mask, **lengths) and every_query_sees_a_key(mask, **lengths)):
+        found.append(
+            f"{mask} may hide a key or a query from all others: each call looks for them and copies v, and for the "
+            "backward pass q, k, v and d_out, with zeros there (jflash/masks/README.md, What is known of the diagonal)"
+        )
     for letter, size in (("H", problem.H), ("Hv", problem.Hv)):
         forward = CHUNK * chunks(size)
         backward = Pieces.of(size, even=max(problem.H, problem.Hv) > NARROW).chunks * CHUNK

@@ -133,12 +133,11 @@ class MaskFn(Mask):
 
     def tile_kind(self, queries: Interval, keys: Interval, *bounds: Interval) -> Any:
         # Arrays, so that with the same function and sizes the compiled program is found again.
-        ends = jax.tree.map(np.asarray, (queries, keys))
-        longest = tuple(int((last - first).max()) + 1 for first, last in ends)
+        tiles, longest = zip(*(_ends_and_longest(*map(np.asarray, ends)) for ends in (queries, keys)))
         if is_traced(*jax.tree.leaves(self)):
-            return _kinds(self, *ends, longest)
+            return _kinds(self, *tiles, longest)
         with jax.ensure_compile_time_eval():  # Known when tracing.
-            return np.asarray(_kinds(self, *ends, longest))
+            return np.asarray(_kinds(self, *tiles, longest))
 
     def bind(self, *, B: int, N: int, T: int, S: int) -> "MaskFn":
         arrays: dict[str, list[Any]] = {name: [] for name in _AXES}
@@ -156,19 +155,29 @@ class MaskFn(Mask):
         return f"MaskFn({', '.join([name, *(f'{field}=({arrays},)' for field, arrays in fields)])})"
 
 
+def _ends_and_longest(first: np.ndarray, last: np.ndarray) -> tuple[Interval, int]:
+    """The ends of tiles, without the last ones where all tiles are of one length, and the largest length."""
+    lengths = last - first + 1
+    return Interval(first, None if (lengths == lengths.max()).all() else last), int(lengths.max())
+
+
 @functools.partial(jax.jit, static_argnames="longest")
 def _kinds(mask: MaskFn, queries: Interval, keys: Interval, longest: tuple[int, int]) -> Any:
     """The kind of each tile, from all of its pairs; the ends of tiles have axes B, N, query tiles, key tiles."""
     sizes = dict.fromkeys("BN", 1)
     for value in mask.values():
         sizes |= {axis: max(sizes[axis], size) for axis, size in zip(value.axes, value.array.shape) if axis in sizes}
-    b, n = (index[..., None, None, None, None] for index in np.ix_(*map(np.arange, sizes.values())))
-    b, n = b.astype(np.int32), n.astype(np.int32)
-    # With two more axes, inside a tile. Past its end the last pair is evaluated again, which changes no kind.
-    inside_q, inside_k = np.ix_(*(np.arange(size, dtype=np.int32) for size in longest))
-    q = jnp.minimum(queries.first[..., None, None] + inside_q, queries.last[..., None, None])
-    k = jnp.minimum(keys.first[..., None, None] + inside_k, keys.last[..., None, None])
-    pairs = mask.allowed(q, k, b=b, n=n)
+    rows, heads = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes.values()))
+    b, n = rows[..., None, None, None, None], heads[..., None, None, None, None]
+
+    def indices(tiles: Interval, inside: np.ndarray) -> Any:
+        index = tiles.first[..., None, None] + inside
+        # Past the end of a tile its last pair is evaluated again, which changes no kind.
+        return index if tiles.last is None else jnp.minimum(index, tiles.last[..., None, None])
+
+    # With two more axes, inside a tile.
+    inside = np.ix_(*(np.arange(size, dtype=np.int32) for size in longest))
+    pairs = mask.allowed(*map(indices, (queries, keys), inside), b=b, n=n)
 
     def join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
         return a[0] | b[0], a[1] & b[1]

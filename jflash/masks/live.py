@@ -70,19 +70,19 @@ def _live_by_intervals(interval: Interval, S: int) -> Bool[Array, "#B S"]:
     tiles = -(-S // _BLOCK)
     rows = np.arange(first.shape[0])[:, None]
     reach = jnp.full((first.shape[0], tiles * _BLOCK), -1, jnp.int32)
-    reach = reach.at[rows, jnp.where(first <= last, first, S)].max(last, mode="drop").reshape(-1, tiles, _BLOCK)
+    reach = reach.at[rows, jnp.where(first <= last, first, S)].max(last, mode="drop")
 
     # The largest up to each key, in two steps: `lax.cummax` is dozens of kernels on a GPU (JAX 0.11.2).
-    inside = _largest_before(reach, _BLOCK, itself=True)
+    inside = _largest_before(reach.reshape(len(rows), tiles, _BLOCK), _BLOCK, itself=True)
     before = _largest_before(inside[..., -1], tiles, itself=False)
-    reach = jnp.maximum(inside, before[..., None]).reshape(-1, tiles * _BLOCK)[:, :S]
+    reach = jnp.maximum(inside, before[..., None]).reshape(reach.shape)[:, :S]
     return reach >= np.arange(S, dtype=np.int32)
 
 
 def _largest_before(x: Array, length: int, *, itself: bool) -> Array:
     """For each element of the last axis the largest of those before it, or of them and itself; otherwise -1."""
     counts = np.tri(length, k=0 if itself else -1, dtype=bool)
-    return jnp.where(counts, x[..., None, :], -1).max(-1)
+    return jnp.where(counts, x[..., None, :], -1).max(-1, initial=-1)
 
 
 def _live_by_tiles(mask: Mask, T: int, S: int) -> Bool[Array, "#B S"]:

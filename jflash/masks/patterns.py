@@ -37,6 +37,13 @@ from jflash.masks.mask import (
 _EVERYTHING = Interval(-UNLIMITED, UNLIMITED)
 
 
+def _with(mask: Any, **fields: Any) -> Any:
+    """A mask that was just made, with fields that nobody else may set."""
+    for name, value in fields.items():
+        object.__setattr__(mask, name, value)
+    return mask
+
+
 @pattern
 class Full(Mask):
     """Every query sees every key.
@@ -436,7 +443,7 @@ class KeyRange(Mask):
     first: Int[Array, "*B T"]
     last: Int[Array, "*B T"]
     # Found by `bind`, from ends that are known when tracing.
-    has_diagonal: bool = dataclasses.field(default=False, kw_only=True)
+    has_diagonal: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
         for name in ("first", "last"):
@@ -464,7 +471,7 @@ class KeyRange(Mask):
         own = np.arange(min(T, S), dtype=np.int32)
         is_known = isinstance(first, np.ndarray) and isinstance(last, np.ndarray)
         has_diagonal = is_known and bool(self.evaluate(own, own, first[:, :S], last[:, :S]).all())
-        return KeyRange(first, last, has_diagonal=self.has_diagonal or has_diagonal)
+        return _with(KeyRange(first, last), has_diagonal=self.has_diagonal or has_diagonal)
 
     def __repr__(self) -> str:
         return f"KeyRange({shown(self.first)}, {shown(self.last)})"
@@ -496,12 +503,11 @@ class Segments(Mask):
     kv_ids: Int[Array, "*B S"] | None = None
     padding_id: int | None = None
     # Whether the two are the same array, of which `bind` makes two leaves.
-    same_ids: bool = dataclasses.field(default=False, kw_only=True)
+    same_ids: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
-        if not self.same_ids and (self.kv_ids is None or self.kv_ids is self.q_ids):
-            object.__setattr__(self, "kv_ids", None)
-            object.__setattr__(self, "same_ids", True)
+        if self.kv_ids is None or self.kv_ids is self.q_ids:
+            _with(self, kv_ids=None, same_ids=True)
         for name in ("q_ids", "kv_ids"):
             ids = getattr(self, name)
             if ids is None and name == "kv_ids":
@@ -552,7 +558,7 @@ class Segments(Mask):
         q_ids = at_batch_and_token("q_ids", self.q_ids, "T", T, B=B)
         hint = "Give a pair of ids, for queries and for keys, where they differ in length."
         kv_ids = at_batch_and_token("kv_ids", self._key_ids, "S", S, B=B, hint=hint)
-        return Segments(q_ids, kv_ids, padding_id=self.padding_id, same_ids=self.same_ids)
+        return _with(Segments(q_ids, kv_ids, self.padding_id), kv_ids=kv_ids, same_ids=self.same_ids)
 
     def __repr__(self) -> str:
         padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"

@@ -181,10 +181,14 @@ class _Dq:
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
             resident = (q_g, q_tma, self.qk, q_full), (d_out_g, d_out_tma, self.vo, d_out_full)
-            for source, smem, pieces, full in resident:
-                for w in range(warpgroups):
-                    q_at = row * self.block_q + w * WARPGROUP_ROWS
+
+            # Not unrolled: ptxas interleaved the copies, and this warpgroup spilled 8 bytes at H=256 with odd lengths.
+            @pl.loop(0, warpgroups)
+            def _(w):
+                q_at = row * self.block_q + w * WARPGROUP_ROWS
+                for source, smem, pieces, full in resident:
                     load_pieces(source, pieces.refs(smem.at[w]), full.at[w], row=q_at, **queries)
+
             if self.needs_ids:
                 plgpu.copy_gmem_to_smem(ids_g, ids_s, ids_full)
             self._load(

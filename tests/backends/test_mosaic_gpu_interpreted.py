@@ -107,6 +107,45 @@ WORKLOADS = [
         Hv=200,
     ),
     workload("float16_wide_odd", dtype="float16", T=67, S=129, H=136, Hv=200),
+    # Biases of pairs: of every head; shared by batch rows that see different keys, by heads, by all; with infinities.
+    workload("bias", bias=(1, 1, 140, 264), softcap=2.5, mask=Causal(offset=120), T=140, S=264, H=128),
+    workload("bias_of_rows", bias=(1, 2, 70, 150), mask=Lengths(kv=int32(80, 150)), B=2, T=70, S=150, N=2, K=1, H=40),
+    workload(
+        "bias_of_heads",
+        bias=(2, 1, 61, 233),
+        mask=Segments(UNSORTED[:, :61], UNSORTED),
+        B=2,
+        T=61,
+        S=233,
+        N=2,
+        H=128,
+        bias_dtype="bfloat16",
+    ),
+    workload(
+        "bias_of_all",
+        bias=(1, 1, 72, 200),
+        alibi_slopes=(2, 2),
+        mask=SlidingWindow(60, 30),
+        B=2,
+        T=72,
+        S=200,
+        N=2,
+        bias_dtype="bfloat16",
+        H=136,
+        Hv=200,
+    ),
+    workload(
+        "bias_wide",
+        bias=(1, 1, 130, 133),
+        score_fn=steeper,
+        score_args=(np.float32(0.3),),
+        mask=Causal(offset=-1),
+        T=130,
+        S=133,
+        H=256,
+    ),
+    workload("bias_of_keys", bias=(2, 1, 1, 150), sinks=(2,), mask=Causal(offset=70), B=2, T=80, S=150, N=2),
+    workload("bias_of_heads_alone", bias=(1, 2, 1, 1), bias_dtype="bfloat16", T=70, S=90, N=2, sinks=(2,)),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
 FAST = (
@@ -121,8 +160,11 @@ FAST = (
     "ranges_and_trees",
     "alibi_and_sinks",
     "score",
+    "bias",
+    "bias_of_rows",
+    "bias_of_keys",
 )
-FAST_IN_TWO = ("full", "offset_per_row", "window")
+FAST_IN_TWO = ("full", "offset_per_row", "window", "bias_of_heads")
 
 
 def cases(fast: tuple[str, ...]) -> list[Any]:
@@ -173,7 +215,13 @@ def both_passes(w: Workload, tiles: mosaic_gpu.HopperTiles, *, deterministic: bo
 
 def results_of(w: Workload) -> tuple[str, ...]:
     """The names of what `both_passes` gives."""
-    return *RESULTS, *(f"d{name}" for name in sorted(oracle(w)[0].learned))
+    return *RESULTS, *(f"d{name}" for name in sorted(learned_of(w)))
+
+
+def learned_of(w: Workload) -> dict[str, Any]:
+    """All arrays besides q, k and v that have a gradient."""
+    inputs = oracle(w)[0]
+    return dict(inputs.learned) | ({} if inputs.bias is None else {"bias": inputs.bias})
 
 
 @functools.cache
@@ -194,7 +242,7 @@ def assert_within_budget(w: Workload, found: tuple, names: tuple[str, ...] = RES
 
 def operands_of(w: Workload) -> Operands:
     inputs, mask = oracle(w)[0], pose(w)[1]
-    terms = terms_with(w, mask, inputs.learned)
+    terms = terms_with(w, mask, learned_of(w))
     return jax.tree.map(jnp.asarray, Operands(*inputs[:3], terms if jax.tree.leaves(terms) else None, mask))
 
 
@@ -203,7 +251,7 @@ def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[st
     tiles = interpretable(pose(w)[0], **changed)
     inputs = oracle(w)[0]
     run = both_passes(w, tiles, deterministic=deterministic)
-    found = interpret(run, operands_of(w), inputs.learned, inputs.d_out, inputs.d_lse)
+    found = interpret(run, operands_of(w), learned_of(w), inputs.d_out, inputs.d_lse)
     assert_within_budget(w, found, results_of(w))
 
 

@@ -64,8 +64,10 @@ def distance_and_value(s, b, n, q, k, slope, value):
     return s + slope[n] * (q - k).astype(s.dtype) + value[b, k]
 
 
-# What else makes logits of products.
+# What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
+    "bias": {"bias": (1, 16, 4096, 4096)},
+    "bias_16_bits": {"bias": (1, 1, 4096, 4096), "bias_dtype": "bfloat16"},
     "softcap": {"softcap": 30.0},
     "alibi": {"alibi_slopes": (16,), "sinks": (16,)},
     "score": {

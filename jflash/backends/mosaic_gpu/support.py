@@ -27,8 +27,6 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
             return f"TMA copies rows of a multiple of 16 bytes: {letter}={size} is no multiple of 8"
         if size > _WIDEST_HEAD:
             return f"accumulators of {letter}={size} columns do not fit the registers; at most {_WIDEST_HEAD}"
-    if problem.bias is not None:
-        return "its kernels do not take a bias yet"
     if problem.scale <= 0:
         return (
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"

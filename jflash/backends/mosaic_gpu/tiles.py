@@ -182,20 +182,28 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    key_values, plain = sum("S" in value.axes for value in mask.values()), is_plain(problem)
+    key_values = sum("S" in value.axes for value in mask.values())
+    pair_bytes = problem.bias[1].itemsize if problem.has_bias_of_pairs else 0
+    plain = is_plain(problem) and not pair_bytes
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
-        traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
+        traits = {
+            "masked": masked,
+            "plain": plain,
+            "has_lists": has_lists,
+            "key_values": key_values,
+            "pair_bytes": pair_bytes,
+        }
         forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
         forward=forward,
         backward=dataclasses.replace(
-            _backward_tiles(H, Hv, few_registers=has_lists or not plain),
+            _backward_tiles(H, Hv, few_registers=has_lists or not plain, pair_bytes=pair_bytes),
             head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
         ),
-        backward_dq=_dq_tiles(H, Hv, plain=plain, head_group=head_group),
+        backward_dq=_dq_tiles(H, Hv, plain=plain, pair_bytes=pair_bytes, head_group=head_group),
     )
 
 
@@ -216,7 +224,10 @@ def _power_of_two(most: int) -> int:
 
 def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
     """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles."""
-    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q.
+    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q, nor is there
+    # beside a bias of pairs.
+    if problem.has_bias_of_pairs:
+        return None
     if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
         return None
     # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
@@ -284,7 +295,7 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
 
 
 def _forward_tiles(
-    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, head_group: int
+    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, pair_bytes: int, head_group: int
 ) -> ForwardTiles:
     if max(H, Hv) <= 64 and plain:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
@@ -294,24 +305,31 @@ def _forward_tiles(
     # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
     widest_qk = 192 if key_values < 2 and plain else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
+    if pair_bytes and H + Hv > 128:
+        # 128 numbers of a bias for each query would take the room of a tile of K and one of V; at H=256 64 do.
+        stages = 1 if pair_bytes == 4 and H + Hv > 448 else 2
+        return ForwardTiles(warpgroups=2, block_k=64, stages=stages, head_group=head_group)
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
+def _backward_tiles(H: int, Hv: int, *, few_registers: bool, pair_bytes: int) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0), with other
     # logits than q · k up to 700.
     if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
-        return BackwardTiles(block_q=64)
+        # Beside a float32 bias of pairs there is not always room for a second dO.
+        return BackwardTiles(block_q=64, do_stages=1 if pair_bytes == 4 and H + Hv > 192 else 2)
     # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
     # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
     # after the last.
     columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
+    q_stages = 1 if pair_bytes == 4 and columns > 384 else 2
+    do_stages = 2 if columns <= (256 if pair_bytes == 4 else 384) else 1
+    return BackwardTiles(block_q=64, block_k=64, q_stages=q_stages, do_stages=do_stages)
 
 
-def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
+def _dq_tiles(H: int, Hv: int, *, plain: bool, pair_bytes: int, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
     # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor at 128
     # would what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages
@@ -319,6 +337,7 @@ def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
     # that of K only after dQ.
     return DqTiles(
         block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
-        v_stages=2 if H + Hv <= 448 else 1,
+        k_stages=1 if pair_bytes and H + Hv > 384 else 2,
+        v_stages=2 if H + Hv <= (384 if pair_bytes else 448) else 1,
         head_group=head_group,
     )

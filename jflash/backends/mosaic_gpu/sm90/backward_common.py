@@ -6,7 +6,7 @@ scale and -delta by TMA.
 
 -lse / scale and -delta are where the accumulators of S and dP start: no instruction subtracts them, and -inf instead of
 the former masks a pair before its matmul begins. Where logits are more than q · k times the scale, S starts at 0, and
--lse and the mask come after what makes the logits of it.
+-lse and the mask come after what makes the logits of it. A bias of pairs by the scale is added to where S starts.
 """
 
 import abc
@@ -123,12 +123,14 @@ class BackwardKernel(abc.ABC):
 
     Attributes:
       sum_parts: parts in which a block of threads sums over queries, each of other queries.
+      split: "S" where the warpgroups split the keys of a tile of logits, "T" where its queries.
     """
 
     kernel_name: str
     qk: Pieces
     vo: Pieces
     sum_parts: int
+    split: str
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         self.problem, self.operands, self.with_dq = problem, operands, with_dq
@@ -139,7 +141,7 @@ class BackwardKernel(abc.ABC):
         tile_map = TileMap(mask=operands.mask, transpose=True, **lengths)
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
         self.visits = TileVisits(tile_map, parts=1)
-        self.terms = TileTerms(problem, operands, tile_map)
+        self.terms = TileTerms(problem, operands, tile_map, warpgroups=WARPGROUPS, split=self.split)
         self.scale_log2 = self.terms.unit * LOG2_E
 
     @property
@@ -216,6 +218,7 @@ class BackwardKernel(abc.ABC):
                 "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
+                **self.terms.scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -275,20 +278,27 @@ class BackwardKernel(abc.ABC):
 
             pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
+            place = {"b": block.b, "n": at.head, "q_at": at.q_at, "k_at": block.k_at}
+            self.terms.load_pairs(block.term_refs, s, i, **place)
 
         steps.loop(step)
+        self.terms.see_releases(s, steps.count)
         see_releases(s.q_free, stages=self.q_stages, count=steps.count)
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
     # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
     # `q_from` is the first query of the tile within the step, `k_at` the first key.
 
-    def _s_start(self, block: Block, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
-        """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
-        if not self.terms.is_plain:
-            return jnp.zeros(shape, jnp.float32)
-        start = self._statistic(block, slot, 0, q_from, shape)
-        return self._allowed_or(-jnp.inf, start, block, step, q_from=q_from, k_at=k_at)
+    def _s_start(self, block: Block, warpgroup, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
+        """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made.
+
+        And a bias of pairs by the scale more.
+        """
+        plain = self.terms.is_plain
+        start = self._statistic(block, slot, 0, q_from, shape) if plain else jnp.zeros(shape, jnp.float32)
+        with self.terms.reading_pairs(block.s, warpgroup):
+            start = self.terms.biased(start, block.s, warpgroup)
+        return self._allowed_or(-jnp.inf, start, block, step, q_from=q_from, k_at=k_at) if plain else start
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta; 0 where dropout comes before it."""

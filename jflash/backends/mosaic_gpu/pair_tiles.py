@@ -1,0 +1,87 @@
+"""A number for each pair of query and key, as of a bias: from global memory to the tiles of the kernels by TMA."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from jflash.backends.mosaic_gpu.primitives import PART_COLUMNS, TILE_ROWS, WGMMA, i32, see_releases
+from jflash.masks.tile_map import TileMap
+
+
+class PairTiles:
+    """An array (B or 1, N or 1, T, S) on tiles, each warpgroup with its own part of them in shared memory.
+
+    The warpgroup that loads brings the part of the next step as soon as that of the present one has been read.
+
+    Args:
+      tile_map: of the kernel.
+      warpgroups: those that compute, which split the rows of a tile, or its columns.
+      split: "T" where these split the queries of a tile, "S" for its keys.
+    """
+
+    def __init__(self, array: jax.Array, tile_map: TileMap, *, warpgroups: int, split: str):
+        self._array, self._is_transposed, self._warpgroups = array, tile_map.transpose, warpgroups
+        part = {"T": tile_map.block_q, "S": tile_map.block_k}
+        part[split] //= warpgroups
+        self._part = part["T"], part["S"]
+        # Where the part of a warpgroup begins, by its number.
+        self._step = tuple(size if axis == split else 0 for axis, size in part.items())
+
+    def operand(self) -> jax.Array:
+        """The array, filled up where Mosaic cannot cut its lengths into tiles; what is past them is masked."""
+        padding = [(0, -size % multiple) for size, multiple in zip(self._array.shape[2:], (TILE_ROWS, PART_COLUMNS))]
+        return jnp.pad(self._array, [(0, 0), (0, 0), *padding]) if any(map(any, padding)) else self._array
+
+    def scratch(self) -> dict[str, Any]:
+        """Scratch types, by name."""
+        dtype, barrier = np.dtype(self._array.dtype), plgpu.Barrier(num_barriers=self._warpgroups)
+        # A tile has the columns that the forward kernel reads at a time, and a swizzle as wide.
+        tiling = plgpu.TilingTransform((TILE_ROWS, PART_COLUMNS))
+        tiles = tiling, plgpu.SwizzleTransform(PART_COLUMNS * dtype.itemsize)
+        return {
+            "pairs": plgpu.SMEM((self._warpgroups, *self._part), dtype, transforms=tiles),
+            "pairs_full": barrier,
+            "pairs_free": barrier,
+        }
+
+    # The warpgroup that loads -----------------------------------------------------------------------------------------
+
+    def load(self, ref: Any, s: Any, step: Any, *, b: Any, n: Any, q_at: Any, k_at: Any) -> None:
+        """Every warpgroup's part for a step, by its number, once that of the step before has been read.
+
+        Args:
+          ref: the operand in global memory; `s` holds the scratch memory by its names.
+          b, n, q_at, k_at: batch row, query head, first query and first key of the tile.
+        """
+        index = tuple(at if size > 1 else i32(0) for at, size in zip((b, n), ref.shape))
+        for warpgroup in range(self._warpgroups):
+            place = zip((q_at, k_at), self._step, self._part)
+            part = ref.at[(*index, *(pl.ds(at + warpgroup * step, size) for at, step, size in place))]
+            pl.when(step > 0)(lambda warpgroup=warpgroup: plgpu.barrier_wait(s.pairs_free.at[warpgroup]))
+            plgpu.copy_gmem_to_smem(part, s.pairs.at[warpgroup], s.pairs_full.at[warpgroup])
+
+    def see_releases(self, s: Any, steps: Any) -> None:
+        """Waits until the last part has been read, so that no barrier is left in mid-phase."""
+        for warpgroup in range(self._warpgroups):
+            see_releases(s.pairs_free, stages=1, count=steps, first=warpgroup)
+
+    # The warpgroups that compute --------------------------------------------------------------------------------------
+
+    def wait(self, s: Any, warpgroup: Any) -> None:
+        plgpu.barrier_wait(s.pairs_full.at[warpgroup])
+
+    def part(self, s: Any, warpgroup: Any, columns: slice | None = None) -> jax.Array:
+        """The own part, float32, transposed where the tiles of the kernel are; some columns of it, or all."""
+        ref = s.pairs.at[warpgroup]
+        if columns is not None:
+            ref = ref.at[:, pl.ds(columns.start, columns.stop - columns.start)]
+        return plgpu.load(ref.T if self._is_transposed else ref, layout=WGMMA).astype(jnp.float32)
+
+    def release(self, s: Any, warpgroup: Any) -> None:
+        """The own part has been read."""
+        plgpu.commit_smem()  # TMA will write where it was.
+        plgpu.barrier_arrive(s.pairs_free.at[warpgroup])

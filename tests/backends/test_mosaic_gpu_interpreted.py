@@ -266,6 +266,25 @@ def test_deterministic_gradients_are_right_and_without_races(workload):
     assert_right(workload, deterministic=True)
 
 
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.5, marks=pytest.mark.slow)])
+def test_minus_infinity_in_a_bias_masks_its_pair(softcap):
+    """Also for a query that has nothing else, and where a whole tile has nothing else."""
+    w = workload("infinities", bias=(1, 1, 72, 200), T=72, S=200, H=72, softcap=softcap)
+    inputs = random_inputs(w, seed=3)
+    bias = np.where(np.tri(72, 200, 60, bool), inputs.bias, -np.inf).astype(np.float32)
+    bias[..., 5:9, :] = -np.inf
+    inputs = inputs._replace(bias=jnp.asarray(bias))
+    tiles = interpretable(pose(w)[0])
+    operands = Operands(*inputs[:3], terms_with(w, pose(w)[1], {"bias": inputs.bias}), pose(w)[1])
+    found = interpret(both_passes(w, tiles), operands, {"bias": inputs.bias}, inputs.d_out, inputs.d_lse)
+    truth = truth_of(w, inputs)
+    for name, one in zip((*RESULTS, "dbias"), found, strict=True):
+        one, other = np.asarray(one, np.float64), truth[name]
+        assert (np.isinf(one) == np.isinf(other)).all(), name
+        error = np.abs(np.where(np.isinf(other), 0, one - np.where(np.isinf(other), 0, other))).max()
+        assert error <= 3 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(np.where(np.isinf(other), 0, other)).max(), name
+
+
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("H", [64, pytest.param(136, marks=pytest.mark.slow)])
 def test_dropout_is_that_of_the_reference(H, deterministic):

@@ -28,8 +28,8 @@ class PairTiles:
         part = {"T": tile_map.block_q, "S": tile_map.block_k}
         part[split] //= warpgroups
         self._part = part["T"], part["S"]
-        # Where the part of a warpgroup begins, by its number.
-        self._step = tuple(size if axis == split else 0 for axis, size in part.items())
+        # From the part of one warpgroup to that of the next.
+        self._offset = tuple(size if axis == split else 0 for axis, size in part.items())
 
     def operand(self) -> jax.Array:
         """The array, filled up where Mosaic cannot cut its lengths into tiles; what is past them is masked."""
@@ -58,10 +58,13 @@ class PairTiles:
           b, n, q_at, k_at: batch row, query head, first query and first key of the tile.
         """
         index = tuple(at if size > 1 else i32(0) for at, size in zip((b, n), ref.shape))
-        for warpgroup in range(self._warpgroups):
-            place = zip((q_at, k_at), self._step, self._part)
-            part = ref.at[(*index, *(pl.ds(at + warpgroup * step, size) for at, step, size in place))]
-            pl.when(step > 0)(lambda warpgroup=warpgroup: plgpu.barrier_wait(s.pairs_free.at[warpgroup]))
+
+        # Not unrolled: this warpgroup has few registers.
+        @pl.loop(0, self._warpgroups)
+        def _(warpgroup):
+            place = zip((q_at, k_at), self._offset, self._part)
+            part = ref.at[(*index, *(pl.ds(at + warpgroup * offset, size) for at, offset, size in place))]
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(s.pairs_free.at[warpgroup]))
             plgpu.copy_gmem_to_smem(part, s.pairs.at[warpgroup], s.pairs_full.at[warpgroup])
 
     def see_releases(self, s: Any, steps: Any) -> None:

@@ -17,7 +17,7 @@ import jflash
 from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
 from jflash.backends.protocol import Operands, problem_of
-from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
+from jflash.masks import Causal, Chunked, Dense, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
 from jflash.scores import ScoreTerms, dropout_of
@@ -45,6 +45,10 @@ UNSORTED = np.random.default_rng(0).integers(0, 3, (2, 233), np.int32)
 
 # First and last keys of 90 queries, and a parent for each.
 RANGES = *np.sort(UNSORTED[:, :90] * 40 + np.arange(90), axis=0).astype(np.int32), np.arange(90) // 3 - 1
+
+
+RANDOM = np.random.default_rng(1).random((2, 2, 140, 264)) < 0.6
+RANDOM[1, 0, 3], RANDOM[..., 64:128] = False, False  # A query without keys, and tiles that no query sees.
 
 
 def steeper(s, b, n, q, k, rate):
@@ -144,6 +148,21 @@ WORKLOADS = [
         S=133,
         H=256,
     ),
+    # A boolean for each pair, and one for each key; with and without a bias of pairs.
+    workload("dense", mask=Dense(RANDOM[:, :, :70, :150]), B=2, T=70, S=150, N=2, K=1),
+    workload("dense_wide", mask=Dense(RANDOM[:1, :1]) & Causal(offset=30), T=140, S=264, H=136, Hv=200),
+    workload(
+        "dense_and_bias",
+        mask=Dense(RANDOM[:, :1, :72, :200]),
+        bias=(1, 2, 72, 200),
+        softcap=2.0,
+        B=2,
+        T=72,
+        S=200,
+        N=2,
+        H=128,
+    ),
+    workload("dense_for_keys", mask=Dense(RANDOM[:, :1, :1, :150]), B=2, T=70, S=150, N=2, H=72),
     workload("bias_of_keys", bias=(2, 1, 1, 150), sinks=(2,), mask=Causal(offset=70), B=2, T=80, S=150, N=2),
     workload("bias_of_heads_alone", bias=(1, 2, 1, 1), bias_dtype="bfloat16", T=70, S=90, N=2, sinks=(2,)),
 ]
@@ -163,8 +182,10 @@ FAST = (
     "bias",
     "bias_of_rows",
     "bias_of_keys",
+    "dense",
+    "dense_for_keys",
 )
-FAST_IN_TWO = ("full", "offset_per_row", "window", "bias_of_heads")
+FAST_IN_TWO = ("full", "offset_per_row", "window", "bias_of_heads", "dense_wide")
 
 
 def cases(fast: tuple[str, ...]) -> list[Any]:

@@ -5,7 +5,8 @@ import numpy as np
 from jflash.backends.mosaic_gpu import terms
 from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
-from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES
+from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
+from jflash.backends.mosaic_gpu.tiles import fits_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
 from jflash.hardware import Hardware
 from jflash.problem import Problem
@@ -48,10 +49,17 @@ def notes(problem: Problem) -> tuple[str, ...]:
 
 def _refused_values(problem: Problem) -> str | None:
     mask = problem.mask.mask
-    for value in mask.values():
-        if value.axes not in AXES:
-            return f"its kernels take mask values per batch row, head, query or key, not along {value.axes}"
+    values = [squeezed(value) for value in mask.values()]
+    for value in values:
+        if value.axes not in AXES | {"BNTS"}:
+            return f"its kernels take mask values per batch row, head, query, key or pair, not along {value.axes}"
+        if value.axes == "BNTS" and value.array.dtype != np.bool_:
+            return f"its kernels take booleans of a mask for each pair, not {value.array.dtype}"
         if np.dtype(value.array.dtype) not in DTYPES:
             return f"its kernels take mask values that are float32, int32 or booleans, not {value.array.dtype}"
+    if sum(value.axes == "BNTS" for value in values) > 1:
+        return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
+    if not fits_pairs(problem):
+        return f"shared memory has no room for a float32 bias and a dense mask beside H={problem.H}, Hv={problem.Hv}"
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

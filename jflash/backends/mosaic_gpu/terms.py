@@ -1,8 +1,7 @@
 """What a tile has besides q · k, inside a kernel: bias, softcap, ALiBi, functions of the caller's, dropout."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
-from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, tile_indices
+from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, squeezed, tile_indices
 from jflash.backends.protocol import Operands, learned_flags, logit_arrays
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
@@ -31,7 +30,7 @@ class TileTerms:
       is_total: logits and their derivatives are finite at every pair, whether it attends or not.
       dropout: what of the weights is dropped, or None.
 
-      pairs: the bias on tiles, where it has a number for each pair; otherwise None.
+      pairs: the bias on tiles, where it has a number for each pair.
       learns_pairs: somebody asks for its cotangent.
 
     Args:
@@ -45,13 +44,11 @@ class TileTerms:
         self.is_plain, self.dropout = is_plain(problem), operands.dropout
         self.is_total = all(function.is_total for function in functions)
         self._scale, self._transpose = problem.scale, tile_map.transpose
-        arrays = [_without_axes_of_one(*leaf) for leaf in logit_arrays(operands)]
-        flags = learned_flags(problem, operands)
-        self.pairs, self.learns_pairs = None, False
-        if problem.has_bias_of_pairs:
-            self.pairs = PairTiles(operands.bias, tile_map, warpgroups=warpgroups, split=split)
-            self.learns_pairs = flags[0]
-            arrays, flags = arrays[1:], flags[1:]
+        arrays, flags = [_value(*leaf) for leaf in logit_arrays(operands)], learned_flags(problem, operands)
+        of_pairs = operands.bias if problem.has_bias_of_pairs else None
+        self.pairs = PairTiles("bias", of_pairs, tile_map, warpgroups=warpgroups, split=split)
+        self.learns_pairs = bool(self.pairs) and flags[0]
+        arrays, flags = arrays[self.pairs.count :], flags[self.pairs.count :]
         self._values = TileValues(arrays, tile_map)
         self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
         self._function = _function_of(problem, functions)
@@ -66,12 +63,11 @@ class TileTerms:
         return self._scale if self.is_plain else 1.0
 
     def operands(self) -> tuple[jax.Array, ...]:
-        of_pairs = () if self.pairs is None else (self.pairs.operand(),)
-        return *self._values.operands(), *self._words.operands(), *of_pairs
+        return *self._values.operands(), *self._words.operands(), *self.pairs.operands()
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._values.count + self._words.count + (self.pairs is not None)
+        count = self._values.count + self._words.count + self.pairs.count
         return refs[:count], refs[count:]
 
     # Below, `qk` is what `biased` has added the bias of pairs to.
@@ -102,37 +98,11 @@ class TileTerms:
         kept = is_kept(pair_bits(RowWords(rows_a, rows_b), columns), self.dropout.rate)
         return tuple(jnp.where(kept, x * np.float32(1 / (1 - self.dropout.rate)), 0) for x in tiles)
 
-    # The bias of pairs, where there is one ----------------------------------------------------------------------------
-
-    def scratch(self) -> dict[str, Any]:
-        """Scratch types that a kernel adds to its own."""
-        return {} if self.pairs is None else self.pairs.scratch()
-
-    def load_pairs(self, refs: tuple[Any, ...], s: Any, step: Any, **place: Any) -> None:
-        """By the warpgroup that loads, for a step of this number; `s` holds the scratch memory by its names."""
-        if self.pairs is not None:
-            self.pairs.load(refs[-1], s, step, **place)
-
-    def see_releases(self, s: Any, steps: Any) -> None:
-        """By the warpgroup that loads, after so many steps: their parts have been read."""
-        if self.pairs is not None:
-            self.pairs.see_releases(s, steps)
-
     def biased(self, qk: Any, s: Any, warpgroup: Any, columns: slice | None = None) -> Any:
         """Products, or what they start at, and bias / scale of a warpgroup's part, or of some columns of it."""
-        if self.pairs is None:
+        if not self.pairs:
             return qk
         return qk + self.pairs.part(s, warpgroup, columns) * np.float32(1 / self._scale)
-
-    @contextlib.contextmanager
-    def reading_pairs(self, s: Any, warpgroup: Any) -> Iterator[None]:
-        """Around all of a step's `biased`: the part is there, and afterwards its place is free for the next."""
-        if self.pairs is None:
-            yield
-        else:
-            self.pairs.wait(s, warpgroup)
-            yield
-            self.pairs.release(s, warpgroup)
 
     @property
     def learned(self) -> int:
@@ -161,10 +131,10 @@ def refusal(problem: Problem) -> str | None:
         functions = tuple(streamed(function, **sizes) for function in functions)
     except ArgumentError as error:
         return str(error)
-    arrays = [_without_axes_of_one(*leaf) for function in functions for leaf in function.leaves()]
+    arrays = [_value(*leaf) for function in functions for leaf in function.leaves()]
     of_bias = []
     if problem.bias is not None and not problem.has_bias_of_pairs:
-        of_bias = [_without_axes_of_one(jax.ShapeDtypeStruct(*problem.bias), "BNTS")]
+        of_bias = [_value(jax.ShapeDtypeStruct(*problem.bias), "BNTS")]
         if of_bias[0].axes == "BNT":
             shape, dtype = problem.bias
             return f"its kernels give no cotangent for each query of a bias, as {dtype}{list(shape)} wants"
@@ -180,16 +150,14 @@ def refusal(problem: Problem) -> str | None:
     return evaluate.refusal and f"{evaluate.refusal}, of {functions[-1]}"
 
 
-def _without_axes_of_one(array: Any, axes: str) -> Value:
-    """A bias as the other arrays are: without axes for lengths along which it is the same, and in float32."""
-    if axes != "BNTS":
-        return Value(array, axes)
-    kept = [i for i, (letter, size) in enumerate(zip(axes, array.shape)) if letter in "BN" or size > 1]
-    shape, axes = tuple(array.shape[i] for i in kept), "".join(axes[i] for i in kept)
+def _value(array: Any, axes: str) -> Value:
+    """An array of the logits as tiles of it are: floating numbers in float32."""
+    value = squeezed(Value(array, axes))
+    if value.axes == "BNTS" or not jnp.issubdtype(array.dtype, jnp.floating):
+        return value
     if isinstance(array, jax.ShapeDtypeStruct):
-        return Value(jax.ShapeDtypeStruct(shape, np.float32), axes)
-    # What has a number for each pair is read by `PairTiles` from where it lies.
-    return Value(array if axes == "BNTS" else array.reshape(shape).astype(np.float32), axes)
+        return value._replace(array=jax.ShapeDtypeStruct(value.array.shape, np.float32))
+    return value._replace(array=value.array.astype(np.float32))
 
 
 def _dtypes(values: list[Value]) -> tuple[np.dtype, ...]:

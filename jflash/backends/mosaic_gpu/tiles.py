@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import heapq
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
 from jflash.backends.mosaic_gpu.terms import is_plain
+from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
 from jflash.masks.tile_map import TileMap
@@ -183,8 +185,8 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
     H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
     key_values = sum("S" in value.axes for value in mask.values())
-    pair_bytes = problem.bias[1].itemsize if problem.has_bias_of_pairs else 0
-    plain = is_plain(problem) and not pair_bytes
+    pair_bytes = bytes_of_pairs(problem)
+    plain = is_plain(problem) and not problem.has_bias_of_pairs
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
@@ -205,6 +207,12 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
         ),
         backward_dq=_dq_tiles(H, Hv, plain=plain, pair_bytes=pair_bytes, head_group=head_group),
     )
+
+
+def bytes_of_pairs(problem: Problem) -> int:
+    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
+    has_booleans = any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
+    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans
 
 
 def _forward_head_group(problem: Problem, columns: int) -> int:
@@ -305,11 +313,16 @@ def _forward_tiles(
     # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
     widest_qk = 192 if key_values < 2 and plain else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
-    if pair_bytes and H + Hv > 128:
-        # 128 numbers of a bias for each query would take the room of a tile of K and one of V; at H=256 64 do.
-        stages = 1 if pair_bytes == 4 and H + Hv > 448 else 2
-        return ForwardTiles(warpgroups=2, block_k=64, stages=stages, head_group=head_group)
-    return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
+    block_q, stages = 2 * WARPGROUP_ROWS, 2
+    if pair_bytes:
+        candidates = (block_k, 2), (64, 2), (64, 1)
+        block_k, stages = _largest(
+            candidates,
+            lambda block_k, stages: (
+                2 * (block_q * max(H, Hv) + stages * block_k * (H + Hv)) + block_q * block_k * pair_bytes
+            ),
+        )
+    return ForwardTiles(warpgroups=2, block_k=block_k, stages=stages, head_group=head_group)
 
 
 def _backward_tiles(H: int, Hv: int, *, few_registers: bool, pair_bytes: int) -> BackwardTiles:
@@ -318,14 +331,24 @@ def _backward_tiles(H: int, Hv: int, *, few_registers: bool, pair_bytes: int) ->
     if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
-        # Beside a float32 bias of pairs there is not always room for a second dO.
-        return BackwardTiles(block_q=64, do_stages=1 if pair_bytes == 4 and H + Hv > 192 else 2)
+        q_stages, do_stages = 2, 2
+        if pair_bytes:
+            # K, V, Q, dO, dS and dQ; of the bias and the mask what belongs to all of a block.
+            q_stages, do_stages = _largest(
+                _STAGES,
+                lambda q, do: 2 * (128 * (H + Hv) + 64 * (q * H + do * Hv + q * 128)) + 32768 + 8192 * pair_bytes,
+            )
+        return BackwardTiles(block_q=64, q_stages=q_stages, do_stages=do_stages)
     # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
     # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
     # after the last.
     columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-    q_stages = 1 if pair_bytes == 4 and columns > 384 else 2
-    do_stages = 2 if columns <= (256 if pair_bytes == 4 else 384) else 1
+    q_stages, do_stages = 2, 2 if columns <= 384 else 1
+    if pair_bytes:
+        H, Hv = (2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
+        q_stages, do_stages = _largest(
+            _STAGES, lambda q, do: 128 * (H + Hv + q * H + do * Hv + 128) + 32768 + 4096 * pair_bytes
+        )
     return BackwardTiles(block_q=64, block_k=64, q_stages=q_stages, do_stages=do_stages)
 
 
@@ -335,9 +358,27 @@ def _dq_tiles(H: int, Hv: int, *, plain: bool, pair_bytes: int, head_group: int)
     # would what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages
     # of K and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there,
     # that of K only after dQ.
-    return DqTiles(
-        block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
-        k_stages=1 if pair_bytes and H + Hv > 384 else 2,
-        v_stages=2 if H + Hv <= (384 if pair_bytes else 448) else 1,
-        head_group=head_group,
-    )
+    block_k = 128 if max(H, Hv) <= (128 if plain else 64) else 64
+    k_stages, v_stages = 2, 2 if H + Hv <= 448 else 1
+    if pair_bytes:
+        k_stages, v_stages = _largest(
+            _STAGES, lambda k, v: 256 * (H + Hv) + 2 * block_k * (k * H + v * Hv) + 128 * block_k * pair_bytes
+        )
+    return DqTiles(block_k=block_k, k_stages=k_stages, v_stages=v_stages, head_group=head_group)
+
+
+# Stages of Q and dO, or of K and V, the best first.
+_STAGES = (2, 2), (2, 1), (1, 1)
+# What tiles may take of shared memory: 3 to 4 KiB more are barriers, statistics, sums and indices.
+_TILE_BYTES = 224 * 2**10
+
+
+def _largest(candidates: Sequence[tuple[int, int]], tile_bytes: Callable[[int, int], int]) -> tuple[int, int]:
+    """The first of the candidates that fits shared memory; if none does, the last, which `fits_pairs` has looked at."""
+    return next((own for own in candidates if tile_bytes(*own) < _TILE_BYTES), candidates[-1])
+
+
+def fits_pairs(problem: Problem) -> bool:
+    """Whether the kernels have room for what the problem has for each pair: that for a bias's cotangent has least."""
+    columns = CHUNK * (chunks(problem.H) + chunks(problem.Hv))
+    return 2 * (2 * WARPGROUP_ROWS + 64) * columns + 2 * WARPGROUP_ROWS * 64 * bytes_of_pairs(problem) <= _TILE_BYTES

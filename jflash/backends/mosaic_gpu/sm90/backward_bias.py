@@ -107,7 +107,7 @@ class _BiasGradient(QueryTiles):
             "free": barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
             "ids": plgpu.SMEM((self.block_k,), jnp.int32),
             "ids_full": barrier(),
-            **self.terms.scratch(),
+            **self.scratch(),
         }
 
     def __call__(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array, d_bias_ref: Any) -> None:
@@ -191,10 +191,10 @@ class _BiasGradient(QueryTiles):
             keys = {"b": b, "row": k_at, "rows": self.block_k, "head": lax.div(n, i32(self.problem.group))}
             load_pieces(k_g, self.qk.refs(s.k[0].at[slot]), s.keys_full.at[slot], **keys)
             load_pieces(v_g, self.vo.refs(s.v[0].at[slot]), s.keys_full.at[slot], **keys)
-            self.terms.load_pairs(rows.term_refs, s, step, b=b, n=n, q_at=rows.q_at, k_at=k_at)
+            self.load_pairs(rows._replace(b=b, n=n), step, visit)
 
         see_releases(s.free, stages=stages, count=steps)
-        self.terms.see_releases(s, steps)
+        self.see_releases(rows, steps)
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 

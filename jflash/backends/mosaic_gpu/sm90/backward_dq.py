@@ -97,7 +97,7 @@ class _Dq(QueryTiles):
                 "v_free": barrier(num_arrivals=warpgroups, num_barriers=v_stages),
                 "ids": plgpu.SMEM((self.block_k,), jnp.int32),
                 "ids_full": barrier(),
-                **self.terms.scratch(),
+                **self.scratch(),
             },
             kernel_name="jflash_backward_dq_sm90",
         )(*self.operands[:3], d_out, *statistics, column_ids, *self.visits.operands(), *self.terms.operands())
@@ -166,25 +166,21 @@ class _Dq(QueryTiles):
             plgpu.barrier_wait(of[-1].at[slot_of(i, stages)])
             load(i + stages, stages, *of)
 
-        def load_pairs(i):
-            tile = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": visits.column(i) * self.block_k}
-            self.terms.load_pairs(rows.term_refs, s, i, **tile)
-
         for i in range(max(k_stages, v_stages)):
             if i < k_stages:
                 load(i32(i), k_stages, *key)
             if i < v_stages:
                 load(i32(i), v_stages, *value)
-        load_pairs(i32(0))
+        self.load_pairs(rows, i32(0), i32(0))
 
         # Also of the last tiles every release is awaited, so that no barrier is left in the middle of a phase.
         @pl.loop(0, visits.count)
         def _(i):
             refill(i, v_stages, *value)  # V of a step is free before its K.
-            pl.when(i + 1 < visits.count)(lambda: load_pairs(i + 1))
+            pl.when(i + 1 < visits.count)(lambda: self.load_pairs(rows, i + 1, i + 1))
             refill(i, k_stages, *key)
 
-        self.terms.see_releases(s, visits.count)
+        self.see_releases(rows, visits.count)
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 

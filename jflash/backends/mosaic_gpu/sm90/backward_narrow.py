@@ -115,7 +115,7 @@ class NarrowBackward(BackwardKernel):
                 return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             keys = {"q_from": 0, "k_at": k_at, "sums_from": own * WARPGROUP_ROWS, "sum_part": 0}
-            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            p, ds = self._p_and_ds(block, own, slot, at, s_tile, dp, **keys)
             return p.astype(dtype), ds
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)

@@ -102,7 +102,7 @@ class WideBackward(BackwardKernel):
                 return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             keys = {"q_from": q_from, "k_at": block.k_at, "sums_from": 0, "sum_part": own}
-            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            p, ds = self._p_and_ds(block, own, slot, at, s_tile, dp, **keys)
             return p.astype(dtype), ds.astype(dtype)
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)

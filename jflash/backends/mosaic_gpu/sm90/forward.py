@@ -131,8 +131,9 @@ class _Forward:
             # Out would lie over the next Q of another warpgroup.
             raise ArgumentError("tiles", found=f"blocks={self.tiles.blocks} with Hv != H", wanted="blocks=None there")
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
-        self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
-        self.terms = TileTerms(problem, operands, tile_map, warpgroups=self.tiles.warpgroups, split="T")
+        split = {"warpgroups": self.tiles.warpgroups, "split": "T"}
+        self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups, **split)
+        self.terms = TileTerms(problem, operands, tile_map, **split)
         self.stores_float32 = _stores_float32(problem, self.tiles)
         # The merge adds the sinks itself.
         self.sinks = None if self.stores_float32 else operands.sinks
@@ -187,7 +188,8 @@ class _Forward:
                 "v_free": free,
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
-                **self.terms.scratch(),
+                **self.visits.pairs.scratch(),
+                **self.terms.pairs.scratch(),
             },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
@@ -229,14 +231,15 @@ class _Forward:
 
             def load(place, number, start):
                 tile = tile_at(place, number, start)
-                load_tile = functools.partial(self._load, tile, (q_g, k_g, v_g, g.terms), s)
+                load_tile = functools.partial(self._load, tile, (q_g, k_g, v_g), g, s)
                 load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 
             tiles, steps = self._each_tile(load)
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
-            self.terms.see_releases(s, steps)
+            self.visits.pairs.see_releases(s, steps)
+            self.terms.pairs.see_releases(s, steps)
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
@@ -292,9 +295,9 @@ class _Forward:
 
     # The warpgroup that loads -----------------------------------------------------------------------------------------
 
-    def _load(self, tile: "_Tile", inputs, s: types.SimpleNamespace) -> None:
+    def _load(self, tile: "_Tile", inputs, g: types.SimpleNamespace, s: types.SimpleNamespace) -> None:
         stages, visits = self.tiles.stages, tile.visits
-        q_g, k_g, v_g, term_refs = inputs
+        q_g, k_g, v_g = inputs
         q_tma = s.q_and_out[0]
         for w in range(self.tiles.warpgroups):
             slot = self._q_slot(w, tile.number)
@@ -315,7 +318,8 @@ class _Forward:
 
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
-            self.terms.load_pairs(term_refs, s, tile.start + i, **place)
+            self.visits.pairs.load(g.mask, s, tile.start + i, **place)
+            self.terms.pairs.load(g.terms, s, tile.start + i, **place)
 
         load(i32(0), *key)
         load_pairs(i32(0))
@@ -509,18 +513,19 @@ class _Forward:
                 return x
             return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **head, k_at=k_at)
 
-        def masked(x, k_at, _):
+        def masked(x, k_at, columns):
+            place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
             ids = plgpu.load(s.ids, layout=BY_COLUMN)
-            allowed = self.visits.allowed(g.mask, ids, **head, k_at=k_at, shape=x.shape)
-            return jnp.where(allowed, x, -jnp.inf)
+            return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
 
-        if self.terms.pairs is not None or not self.terms.is_plain:
-            with self.terms.reading_pairs(s, warpgroup):
+        if self.terms.pairs or not self.terms.is_plain:
+            with self.terms.pairs.reading(s, warpgroup):
                 x = self._by_columns(logits, column, x)
         if not self.visits.is_masked:
             return x
         all_masked = functools.partial(self._by_columns, masked, column)
-        return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda x: x, x)
+        with self.visits.pairs.reading(s, warpgroup):
+            return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda x: x, x)
 
     def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, q_at, p, i):
         """p of the i-th visited tile after dropout."""

@@ -68,9 +68,14 @@ class QueryTiles:
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": block_k}
         self.tile_map = TileMap(mask=operands.mask, **sizes)
-        self.visits = TileVisits(self.tile_map, parts=warpgroups)
-        self.terms = TileTerms(problem, operands, self.tile_map, warpgroups=warpgroups, split="T")
+        split = {"warpgroups": warpgroups, "split": "T"}
+        self.visits = TileVisits(self.tile_map, parts=warpgroups, **split)
+        self.terms = TileTerms(problem, operands, self.tile_map, **split)
         self.s_shape = (WARPGROUP_ROWS, block_k)
+
+    def scratch(self) -> dict[str, Any]:
+        """Scratch types that a kernel adds to its own."""
+        return {**self.visits.pairs.scratch(), **self.terms.pairs.scratch()}
 
     @property
     def needs_ids(self) -> bool:
@@ -105,7 +110,7 @@ class QueryTiles:
         """
         plain = self.terms.is_plain
         start = along_rows(rows.minus_lse, self.s_shape) if plain else jnp.zeros(self.s_shape, jnp.float32)
-        with self.terms.reading_pairs(rows.s, rows.warpgroup):
+        with self.terms.pairs.reading(rows.s, rows.warpgroup):
             start = self.terms.biased(start, rows.s, rows.warpgroup)
         return self._allowed_or(-jnp.inf, start, rows, i) if plain else start
 
@@ -136,7 +141,20 @@ class QueryTiles:
 
         def masked():
             place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": column * self.block_k}
+            place |= {"shape": self.s_shape, "pairs": self.visits.pairs.part(rows.s, rows.warpgroup)}
             ids = plgpu.load(rows.s.ids, layout=BY_COLUMN)
-            return jnp.where(self.visits.allowed(rows.mask_refs, ids, **place, shape=self.s_shape), x, other)
+            return jnp.where(self.visits.allowed(rows.mask_refs, ids, **place), x, other)
 
-        return lax.cond(rows.visits.is_partial(i, column), masked, lambda: x)
+        with self.visits.pairs.reading(rows.s, rows.warpgroup):
+            return lax.cond(rows.visits.is_partial(i, column), masked, lambda: x)
+
+    def load_pairs(self, rows: Rows, step: Any, i: Any) -> None:
+        """By the warpgroup that loads, for a step of this number, what the i-th visited tile has for each pair."""
+        place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
+        self.visits.pairs.load(rows.mask_refs, rows.s, step, **place)
+        self.terms.pairs.load(rows.term_refs, rows.s, step, **place)
+
+    def see_releases(self, rows: Rows, steps: Any) -> None:
+        """By the same, after so many steps."""
+        self.visits.pairs.see_releases(rows.s, steps)
+        self.terms.pairs.see_releases(rows.s, steps)

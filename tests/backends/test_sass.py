@@ -14,6 +14,7 @@ from jflash.backends import mosaic_gpu
 from jflash.masks import (
     Causal,
     Chunked,
+    Dense,
     Dilated,
     Full,
     KeyRange,
@@ -58,6 +59,7 @@ def masks(T: int) -> dict[str, Mask]:
         "key_range": KeyRange(ids, ids),
         "tree": Tree(np.full((1, T), -1)),
         "not_dilated": ~Dilated(3),
+        "dense": Dense(np.ones((1, 1, T, T), bool)),
     }
 
 
@@ -100,8 +102,9 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
     few = 160 if tiles.forward.warpgroups == 3 else 240
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
-    # a float32 bias at H=256 some more are, outside of the loop, and by the warpgroup that loads.
-    common = {"max_spill_bytes": 24 if terms == "bias" and H == 256 else 8 if terms else 0}
+    # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
+    is_full = H == 256 and (terms == "bias" or (mask, size) == ("dense", "odd"))
+    common = {"max_spill_bytes": 24 if is_full else 8 if terms else 0}
     return [
         Config(name=f"forward_{name}", function=forward, arguments=operands, max_registers=few, **common),
         Config(name=f"backward_{name}", function=backward, arguments=arguments, max_registers=240, **common),

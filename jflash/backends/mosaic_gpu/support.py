@@ -3,10 +3,10 @@
 import numpy as np
 
 from jflash.backends.mosaic_gpu import terms
-from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
+from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
-from jflash.backends.mosaic_gpu.tiles import fits_pairs
+from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
 from jflash.hardware import Hardware
 from jflash.problem import Problem
@@ -36,7 +36,7 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """Where the kernels compute more than the problem has."""
+    """Where the kernels compute more than the problem has, or copy what it has."""
     found = []
     for letter, size in (("H", problem.H), ("Hv", problem.Hv)):
         forward = CHUNK * chunks(size)
@@ -44,6 +44,13 @@ def notes(problem: Problem) -> tuple[str, ...]:
         if forward > size or backward > size:
             columns = f"{forward}" if forward == backward else f"{forward} forward and {backward} backward"
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
+    if has_booleans_of_pairs(problem):
+        found.append("the mask's booleans for each pair are copied into 16 bits")
+    if bytes_of_pairs(problem) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
+        found.append(
+            f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
+            f" keys from T={problem.T}, S={problem.S}"
+        )
     return tuple(found)
 
 

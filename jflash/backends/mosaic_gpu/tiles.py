@@ -211,8 +211,12 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
 
 def bytes_of_pairs(problem: Problem) -> int:
     """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
-    has_booleans = any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
-    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans
+    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
+
+
+def has_booleans_of_pairs(problem: Problem) -> bool:
+    """Whether the mask holds a boolean for each pair of query and key, not just for each of the one or the other."""
+    return any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
 
 
 def _forward_head_group(problem: Problem, columns: int) -> int:

@@ -20,7 +20,7 @@ def explain(
     Raises:
       ArgumentError: a size, a name or a window that means nothing.
     """
-    size = _sizes(sizes)
+    size = sizes_of(sizes)
 
     def array(length: str, heads: str, dim: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size["B"], size[length], size[heads], size[dim]), dtype)
@@ -28,7 +28,7 @@ def explain(
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         return explain_call(
             array("T", "N", "H"), array("S", "K", "H"), array("S", "K", "Hv"),
-            causal=causal, window=None if window is None else _window(window), hardware=hardware, backend=backend,
+            causal=causal, window=None if window is None else window_of(window), hardware=hardware, backend=backend,
         )  # fmt: skip
 
 
@@ -37,7 +37,8 @@ def reasons(explanation: Explanation) -> str:
     return "; ".join(explanation.refusals[name] for name in explanation.order)
 
 
-def _sizes(texts: Sequence[str]) -> dict[str, int]:
+def sizes_of(texts: Sequence[str]) -> dict[str, int]:
+    """All sizes from texts such as "T=4096"; B is 1, S as T, K as N and Hv as H where they are not given."""
     size: dict[str, int] = {}
     for text in texts:
         letter, _, number = text.partition("=")
@@ -51,7 +52,9 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
     return {"B": 1, "S": size["T"], "K": size["N"], "Hv": size["H"]} | size
 
 
-def _window(text: str) -> tuple[int | None, int | None]:
+def window_of(text: str) -> tuple[int | None, int | None]:
+    """The distances of a text such as "1023,none"."""
+
     def distance(part: str) -> Any:
         return None if part.strip().lower() == "none" else int(part)
 

@@ -3,6 +3,7 @@
 `python -m tools.sass show tests/backends/test_sass.py` prints the numbers, with `--order` the schedules.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -26,6 +27,8 @@ from jflash.masks import (
 from jflash.scores import streamed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
+from jflash.tuning.table import DATA, read
+from jflash.tuning.workloads import Call
 from tools.sass import Config, compile_lowered
 
 H200 = hardware.named("h200")
@@ -107,6 +110,32 @@ CASES += [(H, H, "causal", "even", terms) for H in (64, 128, 256) for terms in T
 CONFIGS: list[Config] = [config for case in CASES for config in configs(*case)]
 
 
+def tuned_configs() -> list[Config]:
+    """One for each entry of the shipped tables."""
+    found = []
+    for file in sorted(DATA.glob("*.json")):
+        for key, entry in read(file, mosaic_gpu.BACKEND, H200).entries.items():
+            call = Call(**entry.measured["call"])
+            problem, _ = pose(call.workload, deterministic=key.kernel == "backward_dq")
+            tiles = dataclasses.replace(mosaic_gpu.default_tiles(problem, H200), **{key.kernel: entry.tiles})
+            is_forward = key.kernel == "forward"
+            found.append(
+                Config(
+                    name=f"{file.stem}_{key.kernel}_{call}".replace(" ", "_"),
+                    function=functools.partial(
+                        mosaic_gpu.forward if is_forward else mosaic_gpu.backward, problem, tiles
+                    ),
+                    arguments=(operand_shapes(problem), *(() if is_forward else backward_shapes(problem))),
+                    max_registers=160 if is_forward and tiles.forward.warpgroups == 3 else 240,
+                )
+            )
+    return found
+
+
+TUNED = tuned_configs()
+CONFIGS += TUNED
+
+
 def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
     """A fifth of those without terms: every two of head dims, mask and size meet."""
     if terms:
@@ -122,7 +151,8 @@ def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
         pytest.param(config, id=config.name, marks=() if is_for_ci(*case) else pytest.mark.slow)
         for case in CASES
         for config in configs(*case)
-    ],
+    ]
+    + [pytest.param(config, id=config.name) for config in TUNED],
 )
 def test_kernel(config):
     """Those marked slow are for whoever changes a kernel: `pytest -m sass`, twenty minutes on two cores."""

@@ -8,7 +8,13 @@ import pathlib
 import sys
 import types
 
+import jax
+import numpy as np
 import pytest
+from helpers import random_case
+
+import jflash
+from jflash.masks import Causal, Full, SlidingWindow
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -341,6 +347,63 @@ def test_torch_times_writes_what_a_report_reads(write):
     code, out, err = run(report.main, write([WHERE | line for line in lines]))
     assert code == 0, err
     assert "torch_cudnn did not run on any row: forward: 3 kernels" in out
+
+
+class Tensor(np.ndarray):
+    """As much of a tensor as the reference of torch_times.py needs."""
+
+    device = "cuda"
+
+    def float(self):
+        return self.astype(np.float64)
+
+    def abs(self):
+        return np.abs(self)
+
+    def masked_fill(self, mask, value):
+        return np.where(mask, value, self).view(Tensor)
+
+    def sum(self, axis, keepdim):
+        return super().sum(axis, keepdims=keepdim)
+
+
+TORCH = types.SimpleNamespace(
+    zeros_like=np.zeros_like, cat=lambda parts: np.concatenate(parts).view(Tensor), inf=np.inf, bool=np.bool_,
+    arange=lambda *ends, device: np.arange(*ends), ones=lambda *shape, dtype, device: np.ones(shape, dtype),
+    softmax=lambda x, axis: jax.nn.softmax(np.asarray(x), axis).__array__().view(Tensor),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "mask"),
+    [
+        ({"S": 13, "K": 6}, Full()),
+        ({"S": 9, "K": 6, "causal": True}, Causal()),
+        ({"S": 9, "K": 2, "causal": True, "window": 3}, SlidingWindow(3, 0)),
+    ],
+    ids=["cross", "causal", "window_group"],
+)
+def test_torch_times_compares_with_attention(row, mask, monkeypatch):
+    """With numpy for torch: out and gradients of two heads are those of `reference`, and what differs is named."""
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
+    monkeypatch.setattr(torch_times, "_QUERIES", 4)
+    row = report.Row(**{"suite": "", "B": 2, "T": 9, "N": 6, "H": 4, "Hv": 5} | row)
+    case = random_case(B=2, T=9, S=row.S, N=6, K=row.K, H=4, Hv=5, dtype=np.float64)
+    arrays = tuple(np.asarray(array).view(Tensor) for array in case[:4])
+    heads = [(0, 0), (1, 5)]
+    with jax.enable_x64(True):
+        attend = lambda q, k, v: jflash.flash_attention(q, k, v, mask=mask, backend="reference")  # noqa: E731
+        out, pull = jax.vjp(attend, *case[:3])
+        results = tuple(np.asarray(array).view(Tensor) for array in (out, *pull(np.asarray(case.d_out))))
+    found = torch_times.reference(row, arrays, heads)
+    assert set(found) == ({"out", "dq", "dk", "dv"} if row.K == 6 else {"out", "dq"})
+    for name, result in zip(("out", "dq", "dk", "dv"), results):
+        for own, (b, n) in zip(found.get(name, ()), heads):
+            np.testing.assert_allclose(own, result[b, :, n], atol=1e-6)
+    assert torch_times.difference(row, found, results, heads) is None
+    spoiled = results[0], results[1].copy(), *results[2:]
+    spoiled[1][1, 4, 5, 2] = np.nan
+    assert "its dq differs from attention in float32 by nan" in torch_times.difference(row, found, spoiled, heads)
 
 
 # compare.py -----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def tune(
             outcome = _search(ready.kernel(kernel, formula), own, problem, hardware, formula, kernel, deadline)
             print(_row(outcome, kernel), file=table, flush=True)
             if lines is not None:
-                record = {"kind": "tune", "kernel": kernel, **_record(call, outcome), **where}
+                record = {**_record(call, kernel, outcome), **where}
                 print(json.dumps(finite_json(record)), file=lines, flush=True)
             if isinstance(outcome, TuningError):
                 continue
@@ -141,6 +141,7 @@ def _search(
             least_gain=_LEAST_GAIN,
             is_time_up=lambda: time.monotonic() > deadline,
             say=say,
+            describe=lambda tiles: _difference(getattr(tiles, kernel), getattr(formula, kernel)),
         )
     except TuningError as error:
         return error
@@ -177,18 +178,19 @@ def _difference(own: Any, formula: Any) -> str:
     return ", ".join(f"{name}={value} (formula {before[name]})" for name, value in changed.items())
 
 
-def _record(call: Call, outcome: Outcome | TuningError) -> dict[str, Any]:
-    record: dict[str, Any] = {"call": dataclasses.asdict(call)}
+def _record(call: Call, kernel: str, outcome: Outcome | TuningError) -> dict[str, Any]:
+    record: dict[str, Any] = {"kind": "tune", "kernel": kernel, "call": dataclasses.asdict(call)}
     if isinstance(outcome, TuningError):
         return record | {"failed": str(outcome)}
     return record | {
-        "formula": _described(outcome.formula),
-        "winner": outcome.winner and _described(outcome.winner),
+        "formula": _described(outcome.formula, kernel),
+        "winner": outcome.winner and _described(outcome.winner, kernel),
         "gain": outcome.gain,
         "is_complete": outcome.is_complete,
-        "tried": [_described(tried) for tried in outcome.tried],
+        "tried": [_described(tried, kernel) for tried in outcome.tried],
     }
 
 
-def _described(tried: Tried) -> dict[str, Any]:
-    return {"tiles": repr(tried.tiles), "ms": tried.ms, "turns_ms": tried.turns_ms, "rejected": tried.rejected or None}
+def _described(tried: Tried, kernel: str) -> dict[str, Any]:
+    tiles = dataclasses.asdict(getattr(tried.tiles, kernel))
+    return {"tiles": tiles, "ms": tried.ms, "turns_ms": tried.turns_ms, "rejected": tried.rejected or None}

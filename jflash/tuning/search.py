@@ -79,6 +79,7 @@ def search(
     steps: int = 2,
     is_time_up: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
+    describe: Callable[[Any], str] = str,
 ) -> Outcome:
     """Tries the candidates next to the formula, then those next to the winner, until nothing is faster.
 
@@ -94,6 +95,7 @@ def search(
       steps: how often candidates are asked for.
       is_time_up: asked before each candidate and each turn; what was found before counts.
       say: told what happens, a line each.
+      describe: what tiles are called there.
 
     Raises:
       TuningError: the tiles of the formula do not run.
@@ -113,11 +115,13 @@ def search(
                 is_complete = False
                 break
             tried[tiles] = own = Tried(tiles=tiles)
+            say(f"candidate {number} of {len(fresh)}: {describe(tiles)}")
             if _prepare(own, kernel, compiled) and _take_turn([own], kernel, compiled):
                 # The turn shows that it can be timed; it is not counted, since no other was timed beside it.
                 own.turns_ms.clear()
                 ready.append(own)
-            say(f"candidate {number} of {len(fresh)}, {own.rejected or 'correct'}: {tiles}")
+            if own.rejected:
+                say(f"rejected: {own.rejected}")
         for _ in range(_FIRST_TURNS):
             _take_turn(ready, kernel, compiled)
         finalists = sorted(_timed(ready), key=lambda own: own.ms)[:_FINALISTS]

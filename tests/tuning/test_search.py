@@ -131,10 +131,13 @@ def test_a_win_that_does_not_last_is_none():
 
 def test_every_candidate_is_told_of():
     lines = []
-    run(Fake({4: [0.9], 5: [1.0]}, broken=(6,)), steps=1, say=lines.append)
-    assert lines[0] == "candidate 1 of 2, correct: 4"
-    assert lines[1] == "candidate 2 of 2, ValueError: tiles 6 need too much: 6"
-    assert lines[-1] == "final turn 3 of 3"
+    run(Fake({4: [0.9], 5: [1.0]}, broken=(6,)), steps=1, say=lines.append, describe=lambda tiles: f"no. {tiles}")
+    assert lines[:3] == [
+        "candidate 1 of 2: no. 4",
+        "candidate 2 of 2: no. 6",
+        "rejected: ValueError: tiles 6 need too much",
+    ]
+    assert lines[3:] == [f"final turn {turn} of 3" for turn in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("how", ["broken", "wrong", "untimed"])

@@ -109,10 +109,14 @@ def run(backend, *arguments, monkeypatch):
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.fixture(scope="module")
+def runner():
+    return Runner(CALL.workload, backend_of(), idle_s=0.0)
+
+
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_a_runner_finds_what_is_wrong(kernel):
+def test_a_runner_finds_what_is_wrong(kernel, runner):
     """The first and the last head are looked at, in each operand's own axis of heads."""
-    runner = Runner(CALL.workload, backend_of())
     own = runner.kernel(kernel, FORMULA)
     assert own.fault(own.compile(FORMULA)) is None
     for head in (0, 3 if kernel == "forward" else 1):
@@ -129,8 +133,7 @@ def test_a_runner_takes_the_first_head_once_where_there_is_one():
     assert runner._expected[0]["dq"].shape == (1, 16, 3, 8) and runner._expected[0]["dk"].shape == (1, 16, 1, 8)
 
 
-def test_timing_needs_kernels_to_time():
-    runner = Runner(CALL.workload, backend_of(), idle_s=0.0)
+def test_timing_needs_kernels_to_time(runner):
     own = runner.kernel("forward", FORMULA)
     with pytest.raises(Exception, match=r"(?i)cupti"):
         own.time_ms(own.compile(FORMULA))
@@ -156,14 +159,15 @@ def test_tune_tells_what_won_and_keeps_it(tuned):
         # Wrong heads at a quarter and half of the time, and tiles that do not compile, do not win.
         assert row.split()[1:4] == ["2.0000", "1.0000", "100.0%"]
         assert "ms=1.0 (formula 2.0)" in row and "rejected" in row
-        assert f"{kernel}: candidate 1 of 5, correct: Tiles(" in err and f"{kernel}: final turn 5 of 5" in err
+        assert f"{kernel}: candidate 1 of 5: ms=1.0 (formula 2.0)\n" in err and f"{kernel}: final turn 5 of 5" in err
     assert [record["kernel"] for record in records] == ["forward", "backward"]
     forward = records[0]
     assert forward["winner"]["ms"] == 1.0 and forward["formula"]["turns_ms"] == [2.0] * 5
     assert forward["gain"] == 1.0 and forward["is_complete"] and forward["device"] and forward["versions"]["jax"]
-    reasons = {tried["tiles"]: tried["rejected"] for tried in forward["tried"]}
-    assert any(reason and "out max" in reason for reason in reasons.values())
-    assert any(reason == "ValueError: no such tiles" for reason in reasons.values())
+    reasons = {tried["tiles"]["ms"]: tried["rejected"] for tried in forward["tried"]}
+    assert reasons.keys() == {1.0, 1.5, 0.5, 0.25, -1.0}
+    assert reasons[1.0] is None and reasons[1.5] is None and reasons[-1.0] == "ValueError: no such tiles"
+    assert "out max" in reasons[0.5] and "out max" in reasons[0.25]
 
     table = read(file, backend, hardware.present())
     assert table.device == "cpu" and {key.kernel for key in table.entries} == {"forward", "backward"}

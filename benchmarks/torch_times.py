@@ -114,6 +114,14 @@ class Timed:
         torch.cuda.synchronize()
 
     def times_ms(self, which: str, *, calls: int, idle_s: float) -> list[float]:
+        return times_of_calls(self._kernels(which, calls=calls, idle_s=idle_s), calls)
+
+    def warm_up(self) -> None:
+        """The profiler sets itself up when it is first used, and may miss a kernel then."""
+        for which in self._calls:
+            self._kernels(which, calls=1, idle_s=0.0)
+
+    def _kernels(self, which: str, *, calls: int, idle_s: float) -> list[Kernel]:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -125,7 +133,7 @@ class Timed:
             for _ in range(calls):
                 call()
             torch.cuda.synchronize()
-        return times_of_calls(kernels_of(seen, torch.autograd.DeviceType.CUDA), calls)
+        return kernels_of(seen, torch.autograd.DeviceType.CUDA)
 
 
 def reference(row: Row, arrays: tuple, heads: Sequence[tuple[int, int]]) -> dict[str, list[Any]]:
@@ -187,6 +195,7 @@ def prepare(row: Row, names: Sequence[str]) -> tuple[dict[str, Timed], list[dict
         try:
             own = Timed(IMPLEMENTATIONS[name], row, arrays)
             reason = difference(row, wanted, own.results, heads)
+            own.warm_up()
         except Exception as error:  # Peers have errors of many kinds; each is named in the record.
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if reason is None:

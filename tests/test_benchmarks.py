@@ -1,5 +1,6 @@
 """The scripts that read records of kernel times: what they print of records made up here, and their exit codes."""
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -21,8 +22,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
     # As Python does for a script: the modules beside it can be imported.
     patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    report, compare, first_call, torch_times, peers = map(
-        importlib.import_module, ("report", "compare", "first_call", "torch_times", "peers")
+    report, compare, first_call, torch_times, peers, suites = map(
+        importlib.import_module, ("report", "compare", "first_call", "torch_times", "peers", "suites")
     )
 
 WHERE = {
@@ -315,6 +316,52 @@ def test_times_of_calls_are_sums_over_their_kernels():
 def test_calls_that_are_not_alike_have_no_times(names, words):
     with pytest.raises(ValueError, match=words):
         torch_times.times_of_calls(launches(*names), 2)
+
+
+def test_torch_times_names_what_does_not_run_or_differs(monkeypatch):
+    row = report.Row(**GRID)
+    wanted = {"out": [np.zeros(3).view(Tensor)] * 2}
+
+    class Timed:
+        def __init__(self, attention, row, arrays):
+            self.results = (attention(row, *arrays).view(Tensor),)
+            self.is_warm = False
+
+        def warm_up(self):
+            self.is_warm = True
+
+    def absent(row, *arrays):
+        raise ModuleNotFoundError("No module named\n'flash_attn'")
+
+    peers = {
+        "right": lambda row, x: np.zeros((3, 3, 8)), "wrong": lambda row, x: np.full((3, 3, 8), 0.25), "absent": absent
+    }  # fmt: skip
+    monkeypatch.setattr(torch_times, "IMPLEMENTATIONS", peers)
+    monkeypatch.setattr(torch_times, "Timed", Timed)
+    monkeypatch.setattr(torch_times, "inputs", lambda row: (0,))
+    heads = []
+    monkeypatch.setattr(torch_times, "reference", lambda row, arrays, own: heads.append(own) or wanted)
+    timed, lines = torch_times.prepare(row, list(peers))
+    assert heads == [[(0, 0), (2, 7)]]
+    assert list(timed) == ["right"] and timed["right"].is_warm and not hasattr(timed["right"], "results")
+    assert {line["implementation"]: line["not_run"] for line in lines} == {
+        "wrong": "its out differs from attention in float32 by 0.25, more than 0.05",
+        "absent": "ModuleNotFoundError: No module named 'flash_attn'",
+    }
+    assert lines[0]["suite"] == "grid" and lines[0]["H"] == 192
+
+
+def test_rows_are_chosen_by_suite_length_and_head_dim():
+    rows = [row for suite in suites.SUITES.values() for row in suite]
+    assert len(set(rows)) == len(rows) == 32
+    parser = argparse.ArgumentParser()
+    suites.add_arguments(parser)
+    assert len(suites.chosen(parser.parse_args([]))) == 18
+    given = ["--suites", "short", "grid", "--lengths", "512", "1024", "--head-dims", "64"]
+    chosen = suites.chosen(parser.parse_args(given))
+    assert [(row.suite, row.T, row.causal) for row in chosen] == [
+        ("short", 512, True), ("grid", 1024, False), ("grid", 1024, True)
+    ]  # fmt: skip
 
 
 def test_torch_times_writes_what_a_report_reads(write):

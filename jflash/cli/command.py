@@ -65,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     command = _add(
         commands, "tune", _tune, "search the fastest tiles of the kernels on this device, for a tuning table"
     )
-    _add_call(command, sizes="*", more="; without any, the calls of the shipped tables")
+    _add_call(command, sizes="*")
+    command.add_argument(
+        "--shipped", action="store_true", help="the calls of the shipped tables; with sizes, those that have them"
+    )
     command.add_argument("--backend", default="mosaic_gpu")
     command.add_argument(
         "--kernels", nargs="+", metavar="NAME", default=["forward", "backward"],
@@ -77,9 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_call(command: argparse.ArgumentParser, *, sizes: str, more: str = "") -> None:
+def _add_call(command: argparse.ArgumentParser, *, sizes: str) -> None:
     text = "T, N and H, as in T=4096 N=32 H=128; and B (1), S (as T), K (as N) and Hv (as H) where they differ"
-    command.add_argument("sizes", nargs=sizes, metavar="LETTER=SIZE", help=text + more)
+    command.add_argument("sizes", nargs=sizes, metavar="LETTER=SIZE", help=text)
     command.add_argument("--causal", action="store_true")
     command.add_argument("--window", metavar="LEFT,RIGHT", help='distances, both ends included; "none" is unlimited')
 
@@ -135,7 +138,7 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _tune(given: argparse.Namespace) -> int:
-    calls = calls_of(given.sizes, causal=given.causal, window=given.window)
+    calls = calls_of(given.sizes, causal=given.causal, window=given.window, is_shipped=given.shipped)
     with _outputs(given.json) as (table, lines):
         return tune(
             calls, backend=given.backend, kernels=given.kernels, minutes=given.minutes, table_file=given.table,

@@ -37,14 +37,20 @@ def reasons(explanation: Explanation) -> str:
     return "; ".join(explanation.refusals[name] for name in explanation.order)
 
 
-def sizes_of(texts: Sequence[str]) -> dict[str, int]:
-    """All sizes from texts such as "T=4096"; B is 1, S as T, K as N and Hv as H where they are not given."""
+def given_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """The sizes in texts such as "T=4096"."""
     size: dict[str, int] = {}
     for text in texts:
         letter, _, number = text.partition("=")
         if letter not in _LETTERS or not number.isdecimal():
             raise ArgumentError("sizes", found=repr(text), wanted=f"LETTER=SIZE with a letter of {', '.join(_LETTERS)}")
         size[letter] = int(number)
+    return size
+
+
+def sizes_of(texts: Sequence[str]) -> dict[str, int]:
+    """All sizes of a call; B is 1, S as T, K as N and Hv as H where they are not given."""
+    size = given_sizes(texts)
     missing = [letter for letter in ("T", "N", "H") if letter not in size]
     if missing:
         wanted = "at least T, N and H, as in T=4096 N=32 H=128"

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from jflash.backends import registry
 from jflash.backends.protocol import Backend
-from jflash.cli.explain import reasons, sizes_of, window_of
+from jflash.cli.explain import given_sizes, reasons, sizes_of, window_of
 from jflash.cli.measurement import circumstances, describe, finite_json
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware, present
@@ -33,18 +33,21 @@ ms     median kernel time; a winner's slowest turn is faster than the fastest of
 _HEADER = f"{'kernel':<12} {'formula ms':>10} {'best ms':>10} {'gain':>6}  tiles that differ"
 
 
-def calls_of(sizes: Sequence[str], *, causal: bool, window: str | None) -> list[Call]:
-    """The call of these sizes, or without any those of the shipped tables.
+def calls_of(sizes: Sequence[str], *, causal: bool, window: str | None, is_shipped: bool) -> list[Call]:
+    """The call of these sizes and mask, or of the calls of the shipped tables those that have these sizes.
 
     Raises:
-      ArgumentError: a size or a window that means nothing, or a mask without sizes.
+      ArgumentError: a size or a window that means nothing, or sizes that no shipped call has.
     """
-    if sizes:
+    if not is_shipped:
         return [Call(**sizes_of(sizes), causal=causal, window=None if window is None else window_of(window))]
     if causal or window is not None:
-        found = "a mask without sizes"
-        raise ArgumentError("sizes", found=found, wanted="sizes with it, as in T=4096 N=32 H=128 --causal")
-    return list(shipped())
+        raise ArgumentError("--shipped", found="a mask beside it", wanted="sizes alone: its calls have masks")
+    wanted = given_sizes(sizes)
+    found = [call for call in shipped() if all(getattr(call, letter) == size for letter, size in wanted.items())]
+    if not found:
+        raise ArgumentError("sizes", found=f"{' '.join(sizes)}, which no shipped call has", wanted="others, or none")
+    return found
 
 
 def tune(
@@ -70,13 +73,7 @@ def tune(
       ArgumentError: an unknown backend, or one without tiles to tune, an unknown kernel, or a file that is no table of
         this device.
     """
-    check_backend_name(backend)
-    own = registry.get(backend) if backend != "auto" else None
-    if own is None or own.tiles_type is None or not kernel_types(own):
-        raise ArgumentError("backend", found=repr(backend), wanted="a backend whose tiles a table may hold: mosaic_gpu")
-    for kernel in kernels:
-        if kernel not in kernel_types(own):
-            raise ArgumentError("--kernels", found=repr(kernel), wanted=f"of {', '.join(kernel_types(own))}")
+    own = _backend(backend, kernels)
     if minutes is not None and not minutes > 0:
         raise ArgumentError("--minutes", found=minutes, wanted="more than 0")
     hardware = present()
@@ -112,6 +109,17 @@ def tune(
             if tuning_table is not None and (outcome.winner or outcome.is_complete):
                 tuning_table = _stored(tuning_table, key, kernel, outcome, {"call": dataclasses.asdict(call)} | where)
     return 0 if searched else 1
+
+
+def _backend(name: str, kernels: Sequence[str]) -> Backend:
+    check_backend_name(name)
+    backend = None if name == "auto" else registry.get(name)
+    if backend is None or backend.tiles_type is None or not kernel_types(backend):
+        raise ArgumentError("backend", found=repr(name), wanted="a backend whose tiles a table may hold: mosaic_gpu")
+    for kernel in kernels:
+        if kernel not in kernel_types(backend):
+            raise ArgumentError("--kernels", found=repr(kernel), wanted=f"of {', '.join(kernel_types(backend))}")
+    return backend
 
 
 def _table(file: pathlib.Path, backend: Backend, hardware: Hardware) -> Table:

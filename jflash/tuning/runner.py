@@ -41,7 +41,7 @@ class Runner:
       idle_s: how long the device rests before each turn of timing.
     """
 
-    def __init__(self, workload: Workload, backend: Backend, *, seed: int = 0, idle_s: float = 0.3):
+    def __init__(self, workload: Workload, backend: Backend, *, seed: int = 0, idle_s: float = 0.2):
         self.workload, self.backend, self._idle_s = workload, backend, idle_s
         self._inputs = random_inputs(workload, seed=seed)
         _, self._mask = pose(workload)

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-# The fastest after the first turns, which are timed beside the formula until the winner is known.
+# The fastest after two turns, which are timed beside the formula until the winner is known.
 _FINALISTS = 3
-_FIRST_TURNS = 2
 
 
 class TuningError(Exception):
@@ -117,13 +116,10 @@ def search(
             tried[tiles] = own = Tried(tiles=tiles)
             say(f"candidate {number} of {len(fresh)}: {describe(tiles)}")
             if _prepare(own, kernel, compiled) and _take_turn([own], kernel, compiled):
-                # The turn shows that it can be timed; it is not counted, since no other was timed beside it.
-                own.turns_ms.clear()
                 ready.append(own)
             if own.rejected:
                 say(f"rejected: {own.rejected}")
-        for _ in range(_FIRST_TURNS):
-            _take_turn(ready, kernel, compiled)
+        _take_turn(ready, kernel, compiled)
         finalists = sorted(_timed(ready), key=lambda own: own.ms)[:_FINALISTS]
         if not finalists:
             break

@@ -221,7 +221,9 @@ def test_time_that_is_up(monkeypatch):
         ("T=8 N=2 H=4 --kernels sideways", "`--kernels`: found 'sideways', wanted of forward, backward, backward_dq"),
         ("T=8 N=2 H=4 --minutes 0", "`--minutes`: found 0.0"),
         ("T=8 N=2", "no H"),
-        ("--causal", "found a mask without sizes"),
+        ("", "found no T, N, H"),
+        ("--shipped --causal", "`--shipped`: found a mask beside it"),
+        ("--shipped H=65", "found H=65, which no shipped call has"),
         ("T=8 N=2 H=4 --window 3", "'3', wanted LEFT,RIGHT"),
         ("T=8 N=2 H=4 --table {folder}/missing/t.json", "missing"),
         ("T=8 N=2 H=4 --table {folder}/other.json", "of h200, wanted a table of this device, cpu"),
@@ -236,8 +238,13 @@ def test_wrong_arguments_are_exit_code_2_and_one_line(arguments, told, tmp_path)
     assert err.getvalue().count("\n") == 1 and told in err.getvalue()
 
 
-def test_without_sizes_it_is_the_calls_of_the_shipped_tables():
-    assert len(calls_of([], causal=False, window=None)) == 28
-    (own,) = calls_of(["T=9", "N=4", "K=2", "H=8"], causal=True, window="3,none")
+def test_which_calls_are_tuned():
+    def calls(*sizes, causal=False, window=None, is_shipped=False):
+        return calls_of(sizes, causal=causal, window=window, is_shipped=is_shipped)
+
+    assert len(calls(is_shipped=True)) == 28
+    few = calls("H=64", "T=1024", is_shipped=True)
+    assert [(call.H, call.T, call.causal) for call in few] == [(64, 1024, False), (64, 1024, True)]
+    (own,) = calls("T=9", "N=4", "K=2", "H=8", causal=True, window="3,none")
     assert own == Call(B=1, T=9, S=9, N=4, K=2, H=8, Hv=8, causal=True, window=(3, None))
     assert str(own.workload.mask) == "(Causal(offset=0) & SlidingWindow(3, None, offset=0))"

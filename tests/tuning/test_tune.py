@@ -19,7 +19,7 @@ from jflash.cli import main
 from jflash.cli.tune import calls_of
 from jflash.numerics.online_softmax import Attended
 from jflash.testing.workloads import Workload
-from jflash.tuning.runner import Runner
+from jflash.tuning.runner import Runner, _first_and_last, _of_heads
 from jflash.tuning.table import read
 from jflash.tuning.workloads import Call
 
@@ -125,12 +125,15 @@ def test_a_runner_finds_what_is_wrong(kernel, runner):
         assert fault.startswith("out max: " if kernel == "forward" else "dk max: ") and "ABOVE" in fault
 
 
-def test_a_runner_takes_the_first_head_once_where_there_is_one():
-    workload = Workload(name="", B=1, T=16, N=3, K=1, H=8, dtype="bfloat16")
-    runner = Runner(workload, backend_of())
-    own = runner.kernel("backward", FORMULA)
-    assert own.fault(own.compile(FORMULA)) is None
-    assert runner._expected[0]["dq"].shape == (1, 16, 3, 8) and runner._expected[0]["dk"].shape == (1, 16, 1, 8)
+def test_a_runner_takes_the_first_and_the_last_group_of_heads():
+    sizes = {"name": "", "T": 16, "H": 8}
+    few = _first_and_last(Workload(**sizes, B=1, N=3, K=1))
+    assert few == [(0, slice(0, 3), slice(0, 1))]
+    assert _first_and_last(Workload(**sizes, B=2, N=6, K=2)) == [*few, (1, slice(3, 6), slice(1, 2))]
+    found = {name: _of_heads(np.zeros((1, 16, 3, 8)), name, few).shape for name in ("q", "out", "dq")}
+    assert set(found.values()) == {(1, 16, 3, 8)}
+    assert _of_heads(np.zeros((1, 20, 1, 8)), "dk", few).shape == (1, 20, 1, 8)
+    assert _of_heads(np.zeros((1, 3, 16)), "lse", few).shape == (1, 3, 16)
 
 
 def test_timing_needs_kernels_to_time(runner):

@@ -1,10 +1,13 @@
 """One workload on the present device: compiles with given tiles, holds results to float64, times kernels."""
 
+import contextlib
 import dataclasses
+import faulthandler
 import functools
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +23,16 @@ from jflash.tuning.search import Kernel
 
 # An H200 lowers its clock under load within tens of milliseconds: of so many calls the first half counts.
 _CALLS = 6
+
+
+@contextlib.contextmanager
+def ended_if_it_hangs(seconds: float = 60.0) -> Iterator[None]:
+    """Ends the process, with a traceback, where a kernel does not end: nothing else would free the device."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Program(NamedTuple):
@@ -69,7 +82,8 @@ class Runner:
 
     def fault(self, program: Program) -> str | None:
         """Which results are beyond the bounds of the error rule, or None."""
-        results = program.compiled(*program.arguments)
+        with ended_if_it_hangs():
+            results = jax.block_until_ready(program.compiled(*program.arguments))
         found = {name: _of_heads(x, name, self._heads).astype(np.float64) for name, x in zip(program.names, results)}
         truth, plain = ({name: own[name] for name in found} for own in self._expected)
         rows = measure(found, truth=truth, plain=plain, dtype=self.workload.dtype)
@@ -80,10 +94,11 @@ class Runner:
         # It needs a GPU.
         from jax.experimental.mosaic.gpu import profiler
 
-        jax.block_until_ready(program.compiled(*program.arguments))
-        time.sleep(self._idle_s)
-        cupti = profiler.Cupti(finalize=False)
-        _, times = cupti.measure(program.compiled, iterations=_CALLS)(*program.arguments)
+        with ended_if_it_hangs():
+            jax.block_until_ready(program.compiled(*program.arguments))
+            time.sleep(self._idle_s)
+            cupti = profiler.Cupti(finalize=False)
+            _, times = cupti.measure(program.compiled, iterations=_CALLS)(*program.arguments)
         if not times:
             raise RuntimeError("CUPTI saw no kernel")
         return statistics.median(times[: (_CALLS + 1) // 2])

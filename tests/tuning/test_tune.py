@@ -6,6 +6,8 @@ import io
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jflash.tuning.runner import Runner, _first_and_last, _of_heads
 from jflash.tuning.table import read
 from jflash.tuning.workloads import Call
 
+ROOT = pathlib.Path(__file__).parents[2]
 CALL = Call(B=2, T=24, S=24, N=4, K=2, H=8, Hv=16, causal=True)
 SIZES = ("B=2", "T=24", "N=4", "K=2", "H=8", "Hv=16", "--causal")
 
@@ -134,6 +137,14 @@ def test_a_runner_takes_the_first_and_the_last_group_of_heads():
     assert set(found.values()) == {(1, 16, 3, 8)}
     assert _of_heads(np.zeros((1, 20, 1, 8)), "dk", few).shape == (1, 20, 1, 8)
     assert _of_heads(np.zeros((1, 3, 16)), "lse", few).shape == (1, 3, 16)
+
+
+def test_what_hangs_ends_the_process():
+    source = "import time\nfrom jflash.tuning.runner import ended_if_it_hangs\n"
+    source += "with ended_if_it_hangs(60.0): print('ended', flush=True)\n"
+    source += "with ended_if_it_hangs(0.2): time.sleep(60)\n"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT, timeout=50)
+    assert done.returncode == 1 and done.stdout == "ended\n" and "Timeout" in done.stderr
 
 
 def test_timing_needs_kernels_to_time(runner):

@@ -98,8 +98,8 @@ class Backend:
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
       notes: what a user should know of how it computes a problem that it takes; `explain` tells.
-      tuned_kernels: the fields of the tiles that a tuning table may set for a problem, each a record for one kernel
-        with `operand_bytes(H, Hv)`, what its operands take of shared memory.
+      tuned_kernels: the fields of the tiles that a tuning table may set for a problem, each a record for one kernel, of
+        numbers and booleans, with `operand_bytes(H, Hv)`, what its operands take of shared memory.
       candidate_tiles: (problem, hardware, tiles, kernel) to the tiles next to these in that field that fit, what
         `jflash tune` tries.
     """

@@ -22,6 +22,7 @@ from jflash.cli.tune import calls_of
 from jflash.numerics.online_softmax import Attended
 from jflash.testing.workloads import Workload
 from jflash.tuning.runner import Runner, _first_and_last, _of_heads
+from jflash.tuning.search import Kernel
 from jflash.tuning.table import read
 from jflash.tuning.workloads import Call
 
@@ -32,10 +33,11 @@ SIZES = ("B=2", "T=24", "N=4", "K=2", "H=8", "Hv=16", "--causal")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Attributes: spoils: a head whose result is wrong, or none; ms: what a turn takes."""
+    """Attributes: spoils: a head of batch row `row` whose result is wrong, or none; ms: what a turn takes."""
 
     ms: float
     spoils: int | None = None
+    row: int = 0
 
     def operand_bytes(self, H: int, Hv: int) -> int:
         return 0
@@ -51,10 +53,12 @@ FORMULA = Tiles(forward=Part(ms=2.0), backward=Part(ms=2.0))
 
 
 def spoiled(x, part):
-    """x, with a head of its third axis off by 5 %."""
+    """x, with a head of its third axis off by 10 %."""
     if part.ms < 0:
         raise ValueError("no such tiles")
-    return x if part.spoils is None else x.at[:, :, part.spoils].multiply(jnp.asarray(1.05, x.dtype))
+    if part.spoils is None:
+        return x
+    return x.at[part.row, :, part.spoils].multiply(jnp.asarray(1.1, x.dtype))
 
 
 def forward(problem, tiles, operands):
@@ -74,7 +78,7 @@ def backward(problem, tiles, operands, lse, d_out, delta):
 
 
 def candidates(problem, hardware, tiles, kernel):
-    parts = Part(ms=1.0), Part(ms=1.5), Part(ms=0.5, spoils=0), Part(ms=0.25, spoils=1), Part(ms=-1.0)
+    parts = Part(ms=1.0), Part(ms=1.5), Part(ms=0.5, spoils=0), Part(ms=0.25, spoils=1, row=1), Part(ms=-1.0)
     return tuple(dataclasses.replace(tiles, **{kernel: part}) for part in parts)
 
 
@@ -90,14 +94,13 @@ def backend_of(**changed) -> Backend:
 class TimedByTiles(Runner):
     """In place of CUPTI: the time that the tiles say."""
 
-    def compile(self, kernel, formula, tiles):
-        return super().compile(kernel, formula, tiles), getattr(tiles, kernel).ms
-
-    def fault(self, program):
-        return super().fault(program[0])
-
-    def time_ms(self, program):
-        return program[1]
+    def kernel(self, kernel, formula):
+        own = super().kernel(kernel, formula)
+        return Kernel(
+            compile=lambda tiles: (own.compile(tiles), getattr(tiles, kernel).ms),
+            fault=lambda program: own.fault(program[0]),
+            time_ms=lambda program: program[1],
+        )
 
 
 def run(backend, *arguments, monkeypatch):
@@ -117,15 +120,17 @@ def runner():
     return Runner(CALL.workload, backend_of(), idle_s=0.0)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_a_runner_finds_what_is_wrong(kernel, runner):
-    """The first and the last head are looked at, in each operand's own axis of heads."""
+@pytest.mark.parametrize(
+    ("kernel", "name", "first", "last", "other"),
+    [("forward", "out", (0, 0), (1, 3), (0, 2)), ("backward", "dk", (0, 0), (1, 1), (1, 0))],
+)
+def test_a_runner_finds_what_is_wrong(kernel, name, first, last, other, runner):
+    """The first and the last head against float64, each in its operand's own axis; another against the formula's."""
     own = runner.kernel(kernel, FORMULA)
     assert own.fault(own.compile(FORMULA)) is None
-    for head in (0, 3 if kernel == "forward" else 1):
-        spoils = dataclasses.replace(FORMULA, **{kernel: Part(ms=1.0, spoils=head)})
-        fault = own.fault(own.compile(spoils))
-        assert fault.startswith("out max: " if kernel == "forward" else "dk max: ") and "ABOVE" in fault
+    for (row, head), told in ((first, f"{name} max: "), (last, f"{name} max: "), (other, f"{name} of some head is ")):
+        spoils = dataclasses.replace(FORMULA, **{kernel: Part(ms=1.0, spoils=head, row=row)})
+        assert own.fault(own.compile(spoils)).startswith(told)
 
 
 def test_a_runner_takes_the_first_and_the_last_group_of_heads():
@@ -181,7 +186,7 @@ def test_tune_tells_what_won_and_keeps_it(tuned):
     reasons = {tried["tiles"]["ms"]: tried["rejected"] for tried in forward["tried"]}
     assert reasons.keys() == {1.0, 1.5, 0.5, 0.25, -1.0}
     assert reasons[1.0] is None and reasons[1.5] is None and reasons[-1.0] == "ValueError: no such tiles"
-    assert "out max" in reasons[0.5] and "out max" in reasons[0.25]
+    assert "out max" in reasons[0.5] and "out of some head" in reasons[0.25]
 
     table = read(file, backend, hardware.present())
     assert table.device == "cpu" and {key.kernel for key in table.entries} == {"forward", "backward"}
@@ -194,7 +199,11 @@ def test_what_was_measured_is_kept_with_the_entry(tuned):
     (first, _) = json.loads(file.read_text())["entries"]
     measured = first["measured"]
     assert Call(**measured["call"]) == CALL
-    assert (measured["ms"], measured["formula_ms"], measured["formula"]) == (1.0, 2.0, {"ms": 2.0, "spoils": None})
+    assert (measured["ms"], measured["formula_ms"], measured["formula"]) == (
+        1.0,
+        2.0,
+        {"ms": 2.0, "spoils": None, "row": 0},
+    )
     assert measured["device"] and measured["versions"]["jax"] == jax.__version__ and measured["date"]
 
 

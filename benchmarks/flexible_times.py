@@ -12,13 +12,12 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from kernel_times import commit_here, driver
+from machine import commit_here, device, driver
 
 N, H = 16, 128
 _SLOPES = (2.0 ** -np.arange(0.5, 8.5, 0.5)).astype(np.float32)
@@ -191,7 +190,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--commit", default=None, help="where the checkout does not say it itself")
     arguments = parser.parse_args()
-    where = {"device": _device(), "driver": driver(), "date": time.strftime("%Y-%m-%d")}
+    where = {"device": device(), "driver": driver(), "date": time.strftime("%Y-%m-%d")}
     where["commit"] = arguments.commit or commit_here()
     for case in cases():
         if arguments.cases is not None and case.name not in arguments.cases:
@@ -206,11 +205,6 @@ def main() -> None:
             line |= {f"{which}_ms": round(ms, 4), f"{which}_samples_ms": [round(x, 4) for x in samples]}
             line[f"{which}_tflops"] = round(share * 4 * N * case.pairs * H / ms / 1e9, 1)
         print(json.dumps({**line, **where, "versions": versions}), flush=True)
-
-
-def _device() -> str:
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,10 @@ class Backend:
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
       notes: what a user should know of how it computes a problem that it takes; `explain` tells.
+      tuned_kernels: the fields of the tiles that a tuning table may set for a problem, each a record for one kernel, of
+        numbers and booleans, with `operand_bytes(H, Hv)`, what its operands take of shared memory.
+      candidate_tiles: (problem, hardware, tiles, kernel) to the tiles next to these in that field that fit, what
+        `jflash tune` tries.
     """
 
     name: str
@@ -106,6 +110,10 @@ class Backend:
     default_tiles: Callable[[Problem, Hardware], Any] = lambda problem, hardware: None
     tiles_type: type | None = None
     notes: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    tuned_kernels: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    candidate_tiles: Callable[[Problem, Hardware, Any, str], tuple[Any, ...]] = (
+        lambda problem, hardware, tiles, kernel: ()
+    )
 
 
 def problem_of(problem: Problem, operands: Operands) -> Problem:

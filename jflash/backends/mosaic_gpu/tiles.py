@@ -22,6 +22,12 @@ _SHORT, _SHORT_EVEN = 1280, 4096
 # The forward kernel has so many bytes of K and V, the backward kernel so many queries side by side, of several heads
 # (docs/decisions.md, 2026-11-30).
 _FORWARD_CACHE_BYTES, _BACKWARD_TOKENS = 16 * 2**20, 16384
+_ITEM_BYTES = 2  # of q, k and v
+
+
+def _columns(size: int) -> int:
+    """Columns of the chunks that hold a row of so many."""
+    return CHUNK * chunks(size)
 
 
 def _check(**found: tuple[object, tuple]) -> None:
@@ -80,6 +86,11 @@ class ForwardTiles:
         """Tiles of Q that shared memory holds for each warpgroup: a second one for the next row of tiles."""
         return 1 if self.blocks is None else 2
 
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of Q, K and V."""
+        H, Hv = _columns(H), _columns(Hv)
+        return _ITEM_BYTES * (self.q_stages * self.block_q * max(H, Hv) + self.stages * self.block_k * (H + Hv))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiles:
@@ -114,6 +125,11 @@ class BackwardTiles:
         if self.dk_in_flight and self.q_stages == 1:
             # The slot of a step's Q is free in the next step, which would wait for its own Q there forever.
             raise ArgumentError("tiles", found="dk_in_flight=True with q_stages=1", wanted="q_stages=2 with it")
+
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of K, V, Q and dO."""
+        q_rows, do_rows = (stages * self.block_q for stages in (self.q_stages, self.do_stages))
+        return _ITEM_BYTES * ((self.block_k + q_rows) * _columns(H) + (self.block_k + do_rows) * _columns(Hv))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +168,11 @@ class DqTiles:
         """Queries of a block of threads."""
         return self.warpgroups * WARPGROUP_ROWS
 
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of Q, dO, K and V."""
+        k_rows, v_rows = (self.block_q + stages * self.block_k for stages in (self.k_stages, self.v_stages))
+        return _ITEM_BYTES * (k_rows * _columns(H) + v_rows * _columns(Hv))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
@@ -182,8 +203,7 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     block, mask = WARPGROUP_ROWS, problem.mask.mask
     tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=block, block_k=block)
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
-    # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
-    H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
+    H, Hv = _columns(problem.H), _columns(problem.Hv)
     key_values = sum("S" in value.axes for value in mask.values())
     pair_bytes = bytes_of_pairs(problem)
     plain = is_plain(problem) and not problem.has_bias_of_pairs

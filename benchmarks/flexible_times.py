@@ -6,7 +6,8 @@
 
 Time is the sum over all kernels of a call, the median of calls with the device idle before each few of them. What
 FlexAttention's block mask costs is not counted, since its users make it once; that jflash finds its tiles in each call
-is. TFLOP/s count the pairs that attend: 4 · B · N · pairs · H operations forward, 2.5 times that backward.
+is. Copies and fills of memory by the driver are left out on both sides. TFLOP/s count the pairs that attend:
+4 · B · N · pairs · H operations forward, 2.5 times that backward.
 
 What it does stands on stderr with the seconds since it began: FlexAttention compiles for a minute or so in each case.
 """
@@ -16,14 +17,14 @@ import dataclasses
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from kernel_times import commit_here, driver
+from machine import commit_here, device, driver
+from torch_times import Kernel, kernels_of, times_of_calls
 
 N, H = 16, 128
 _SLOPES = (2.0 ** -np.arange(0.5, 8.5, 0.5)).astype(np.float32)
@@ -242,19 +243,21 @@ def flex_passes(case: Case) -> tuple[dict[str, Pass], dict[str, str]]:
         call()
         torch.cuda.synchronize()
 
-    def times_ms(call: Callable[[], Any], calls: int) -> list[float]:
-        times = []
-        for _ in range(calls):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    def kernels(call: Callable[[], Any], calls: int) -> list[Kernel]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
                 run(call)
-            times.append(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
-        return times
+        return kernels_of(profile, torch.autograd.DeviceType.CUDA)
 
+    def times_ms(call: Callable[[], Any], calls: int) -> list[float]:
+        return times_of_calls(kernels(call, calls), calls)
+
+    # The profiler sets itself up when it is first used, and may miss a kernel then.
+    kernels(backward, 1)
     passes = {
         which: Pass(functools.partial(run, call), functools.partial(times_ms, call))
         for which, call in (("forward", forward), ("backward", backward))
     }
-    passes["backward"].run()
     return passes, {"torch": torch.__version__}
 
 
@@ -331,7 +334,7 @@ def main() -> None:
     parser.add_argument("--idle-s", type=float, default=0.3)
     parser.add_argument("--commit", default=None, help="where the checkout does not say it itself")
     arguments = parser.parse_args()
-    where = {"device": _device(), "driver": driver(), "date": time.strftime("%Y-%m-%d")}
+    where = {"device": device(), "driver": driver(), "date": time.strftime("%Y-%m-%d")}
     where["commit"] = arguments.commit or commit_here()
     options = {name: getattr(arguments, name) for name in ("rounds", "calls", "idle_s")}
     for case in cases():
@@ -339,11 +342,6 @@ def main() -> None:
             line = {"kind": "flexible_times", "case": case.name, "T": case.T, "N": N, "H": H}
             line |= {"implementation": arguments.side, **options, **measured(case, arguments.side, **options)}
             print(json.dumps({**line, **where}), flush=True)
-
-
-def _device() -> str:
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 
 
 if __name__ == "__main__":

@@ -15,19 +15,18 @@ keys for a window; backward 2.5 times that.
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import peers
+import suites
 from jax.experimental.mosaic.gpu import profiler
+from machine import commit_here, driver, versions
 from records import Row
 
 import jflash
@@ -39,76 +38,20 @@ _BACKWARD_SHARE = 2.5
 _AGREE = 0.05
 
 
-def _grid() -> Iterator[Row]:
-    for T in (16384, 4096, 1024):
-        for H in (64, 128, 256):
-            for causal in (False, True):
-                yield Row(suite="grid", B=16384 // T, T=T, N=2048 // H, H=H, causal=causal)
-
-
-SUITES: dict[str, list[Row]] = {
-    "grid": list(_grid()),
-    "gqa": [Row(suite="gqa", B=16384 // T, T=T, N=32, K=8, H=128, causal=True) for T in (8192, 16384)],
-    "mla": [
-        Row(suite="mla", B=2, T=T, N=16, H=192, Hv=128, causal=causal) for T in (4096, 8192) for causal in (True, False)
-    ],
-    "short": [Row(suite="short", B=32, T=T, N=16, H=64, causal=True) for T in (128, 256, 512)],
-    "cross": [Row(suite="cross", B=1, T=512, S=65536, N=8, H=128)],
-    "window": [Row(suite="window", B=1, T=T, N=16, H=128, causal=True, window=1023) for T in (16384, 65536)],
-    "deterministic": [
-        Row(suite="deterministic", B=2, T=8192, N=16, H=128, causal=True, deterministic=deterministic)
-        for deterministic in (False, True)
-    ],
-}
-
-
 def jflash_attention(row: Row, q, k, v):
     mask = {"causal": row.causal} if row.window is None else {"mask": SlidingWindow(row.window, 0)}
     return jflash.flash_attention(q, k, v, **mask, deterministic=row.deterministic, backend="mosaic_gpu")
 
 
-def cudnn(row: Row, q, k, v):
-    window = None if row.window is None else (row.window, 0)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=row.causal, local_window_size=window, implementation="cudnn")
-
-
-def tokamax(row: Row, q, k, v):
-    # It imports these for tools that are not called here.
-    for name in ("xprof", "xprof.cli.tools.get_kernel_stats_tool", "tensorboardX.writer"):
-        _stub(name)
-    import tokamax
-
-    window = None if row.window is None else (row.window, 0)
-    return tokamax.dot_product_attention(
-        q, k, v, is_causal=row.causal, local_window_size=window, implementation="mosaic"
-    )
-
-
-def flash_attn3(row: Row, q, k, v):
-    from flash_attn3_jax import flash_mha
-
-    window = (-1, -1) if row.window is None else (row.window, 0)
-    return flash_mha(q, k, v, is_causal=row.causal, window_size=window)
-
-
-def _stub(name: str) -> None:
-    """Puts an empty module where a package is not installed."""
-    parent, _, child = name.rpartition(".")
-    if name in sys.modules or (not parent and importlib.util.find_spec(name) is not None):
-        return
-    module = sys.modules[name] = types.ModuleType(name)
-    if parent:
-        _stub(parent)
-        setattr(sys.modules[parent], child, module)
-
-
 IMPLEMENTATIONS: dict[str, Callable] = {
     "jflash": jflash_attention,
-    "cudnn": cudnn,
-    "tokamax": tokamax,
-    "flash_attn3_jax": flash_attn3,
+    "cudnn": peers.cudnn,
+    "tokamax": peers.tokamax,
+    "flash_attn3_jax": peers.flash_attn3,
+    "xla": peers.xla,
 }
-_PACKAGES = ("tokamax", "flash_attn3_jax")
+# XLA's matrices of T x S, of all rows at once, do not fit the device: by `--peers` for short lengths.
+_BY_DEFAULT = [name for name in IMPLEMENTATIONS if name != "xla"]
 
 
 class Timed:
@@ -203,30 +146,14 @@ def measure(row: Row, timed: dict[str, Timed], *, rounds: int, calls: int, idle_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=["grid"])
-    parser.add_argument("--lengths", type=int, nargs="+", help="only these T")
-    parser.add_argument("--head-dims", type=int, nargs="+", help="only these H")
-    parser.add_argument("--peers", nargs="*", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=6)
-    parser.add_argument("--idle-s", type=float, default=0.5)
+    suites.add_arguments(parser)
+    parser.add_argument("--peers", nargs="*", choices=IMPLEMENTATIONS, default=_BY_DEFAULT)
     parser.add_argument("--load-s", type=float, default=0.0)
-    parser.add_argument("--commit", default=None, help="where the checkout does not say it itself")
     arguments = parser.parse_args()
     where = {"kind": "kernel_times", **circumstances(), "commit": arguments.commit or commit_here(), "driver": driver()}
-    for name in _PACKAGES:
-        try:
-            where["versions"][name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            where["versions"][name] = None
+    where["versions"] |= versions(peers.PACKAGES)
     options = {name: getattr(arguments, name) for name in ("rounds", "calls", "idle_s", "load_s")}
-    rows = [
-        row
-        for suite in arguments.suites
-        for row in SUITES[suite]
-        if (arguments.lengths is None or row.T in arguments.lengths)
-        and (arguments.head_dims is None or row.H in arguments.head_dims)
-    ]
+    rows = suites.chosen(arguments)
     names = ["jflash", *(name for name in arguments.peers if name != "jflash")]
     # All are compiled before the first is timed: nothing else runs then.
     prepared = [prepare(row, names) for row in rows]
@@ -234,15 +161,6 @@ def main() -> None:
     for row, (timed, missing) in zip(rows, prepared):
         for line in (*missing, *measure(row, timed, **options)):
             print(json.dumps({**line, **options, **where}), flush=True)
-
-
-def commit_here() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 
 
 if __name__ == "__main__":

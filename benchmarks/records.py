@@ -1,13 +1,15 @@
-"""The rows that `kernel_times.py` measures, and what it wrote, for the scripts that report and compare it."""
+"""The rows that `kernel_times.py` and `torch_times.py` measure, and what they wrote, for the scripts that read it."""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Sustained rates are in a record only where `--load-s` was given.
 RATES = ("forward", "backward", "forward_sustained", "backward_sustained")
+# What makes a ratio of two lines one of the same measurement, in whatever processes they were measured.
+_SAME = ("device", "driver", "rounds", "calls", "idle_s")
 _CIRCUMSTANCES = ("device", "driver", "versions", "commit", "date", "rounds", "calls", "idle_s", "load_s")
 
 
@@ -108,6 +110,34 @@ def read(file: pathlib.Path) -> Record:
     if not record:
         raise RecordError(f"{file}: found lines of kind {sorted(kinds)}, wanted some of kind 'kernel_times'")
     return record
+
+
+def read_together(files: Sequence[pathlib.Path]) -> Record:
+    """One record of several files: of the JAX process and of the PyTorch process, say.
+
+    Raises:
+      RecordError: as `read`, or of two files that are not of the same device, driver and way of timing, or that have
+        the same implementation on the same row.
+    """
+    together = read(files[0])
+    before = _settings(together)
+    for file in files[1:]:
+        other = read(file)
+        for name, values in _settings(other).items():
+            if values != before[name]:
+                was, now = (" and ".join(sorted(map(str, found))) for found in (before[name], values))
+                raise RecordError(f"{file}: found {name} {now}, wanted {was}, as in {files[0]}: no ratio is of both")
+        for row, lines in other.items():
+            own = together.setdefault(row, {})
+            for name, line in lines.items():
+                if name in own:
+                    raise RecordError(f"{file}: found {name} on {row}, wanted it in one of the files alone")
+                own[name] = line
+    return together
+
+
+def _settings(record: Record) -> dict[str, set[Any]]:
+    return {name: {line.where[name] for lines in record.values() for line in lines.values()} for name in _SAME}
 
 
 def _parse(fields: dict[str, Any]) -> tuple[Row, str, Line]:

@@ -1,7 +1,8 @@
 """A record of `kernel_times.py` as a Markdown table: `python benchmarks/report.py lines.jsonl > report.md`.
 
-Of each row it holds jflash against the fastest peer of that row and pass, by TFLOP/s: above 1 jflash is faster. With
-`--plot` it also draws the suite "grid" by length, as papers on attention do.
+With more files, as that of `torch_times.py`, it is one table of all; they must be of the same device, driver and way of
+timing. Of each row it holds jflash against the fastest peer of that row and pass, by TFLOP/s: above 1 jflash is faster.
+With `--plot` it also draws the suite "grid" by length, as papers on attention do.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import pathlib
 import statistics
 from collections.abc import Iterator, Sequence
 
-from records import Line, Record, RecordError, Row, describe, read, runs
+from records import Line, Record, RecordError, Row, describe, read_together, runs
 
 from jflash.cli.plot import MissingMatplotlib, prepare
 
@@ -147,11 +148,11 @@ def _draw_panel(axes, by_length: dict[int, dict[str, Line]], rate: str, colours:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=pathlib.Path)
+    parser.add_argument("record", type=pathlib.Path, nargs="+")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png")
     options = parser.parse_args(arguments)
     try:
-        record = read(options.record)
+        record = read_together(options.record)
         if options.plot is not None:
             prepare(options.plot)
             suites = {row.suite for row, lines in record.items() if any(_ran(lines, name) for name in lines)}

@@ -4,6 +4,7 @@
 |---|---|---|
 | `hardware` | `JFLASH_HARDWARE` | plan traced calls for this device (`"h200"`, ...) instead of the present one |
 | `strict` | `JFLASH_STRICT` | `backend="auto"` raises where it would warn and take `xla`, all kernels refusing |
+| `tuning_table` | `JFLASH_TUNING_TABLE` | a file of `jflash tune`, which comes before the shipped table |
 
 A call on concrete arrays is planned for the device that holds them, since it runs there and now. A traced call may be
 lowered for another platform than it was planned for, or for several: a backend asked for by name is then lowered all
@@ -32,6 +33,7 @@ class Options:
 
     hardware: str | None = None
     strict: bool = False
+    tuning_table: str | None = None
 
 
 def from_environment(environment: Mapping[str, str]) -> Options:
@@ -70,7 +72,9 @@ def current_options() -> Options:
 
 
 @contextlib.contextmanager
-def use_options(*, hardware: str | None = None, strict: bool | None = None) -> Iterator[Options]:
+def use_options(
+    *, hardware: str | None = None, strict: bool | None = None, tuning_table: str | None = None
+) -> Iterator[Options]:
     """Changes options for the length of a `with` block; an option left at None keeps its value.
 
     Example:
@@ -79,7 +83,8 @@ def use_options(*, hardware: str | None = None, strict: bool | None = None) -> I
       ...     options.strict
       True
     """
-    changes = {name: value for name, value in (("hardware", hardware), ("strict", strict)) if value is not None}
+    given = {"hardware": hardware, "strict": strict, "tuning_table": tuning_table}
+    changes = {name: value for name, value in given.items() if value is not None}
     options = dataclasses.replace(current_options(), **changes)
     token = _override.set(options)
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from jflash.backends import registry
@@ -11,6 +12,7 @@ from jflash.errors import ArgumentError, UnsupportedError
 from jflash.hardware import Hardware, named
 from jflash.options import current_options
 from jflash.problem import Problem
+from jflash.tuning.table import tiles_of
 
 
 class FallbackWarning(UserWarning):
@@ -47,6 +49,8 @@ class Explanation:
       plan: what runs; None where every backend that may be used refuses.
       refusals: for each other backend, why it does not run.
       notes: what to know of how the chosen backend computes the problem.
+      tiles_from: for each of its kernels that tables may have tiles for, where these are from; empty where the caller
+        gave tiles.
     """
 
     problem: Problem
@@ -55,6 +59,7 @@ class Explanation:
     plan: Plan | None
     refusals: dict[str, str]
     notes: tuple[str, ...] = ()
+    tiles_from: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"problem   {self.problem}", f"hardware  {self.hardware}"]
@@ -63,6 +68,8 @@ class Explanation:
         else:
             tiles = "" if self.plan.tiles is None else f" with {self.plan.tiles}"
             lines.append(f"runs      {self.plan.backend}{tiles}")
+        if self.tiles_from:
+            lines.append("tiles     " + "; ".join(f"{kernel}: {source}" for kernel, source in self.tiles_from.items()))
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"not       {name}: {reason}" for name, reason in self.refusals.items()]
         return "\n".join(lines)
@@ -83,8 +90,12 @@ def explain_plan(problem: Problem, hardware: Hardware, *, backend: str = "auto",
         else:
             moot = "another was asked for"
         refusals[name] = reason or moot
-    notes = () if plan is None else registry.get(plan.backend).notes(problem)
-    return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals, notes=notes)
+    told: dict[str, Any] = {}
+    if plan is not None:
+        chosen = registry.get(plan.backend)
+        told["notes"] = chosen.notes(problem)
+        told["tiles_from"] = {} if tiles is not None else tiles_of(chosen, problem, hardware).sources
+    return Explanation(problem=problem, hardware=hardware, order=order, plan=plan, refusals=refusals, **told)
 
 
 def choose(problem: Problem, hardware: Hardware, *, backend: str = "auto", tiles: Any = None) -> Plan:
@@ -124,7 +135,7 @@ def _first_that_can(
         reason = _refusal(candidate, problem, hardware, tiles)
         if reason is None:
             elsewhere = _elsewhere(problem) if backend == "auto" and name not in registry.AUTO_ANYWHERE else None
-            tiles = tiles or candidate.default_tiles(problem, hardware)
+            tiles = tiles or tiles_of(candidate, problem, hardware).tiles
             return Plan(backend=name, tiles=tiles, elsewhere=elsewhere), refusals
         refusals[name] = reason
     return None, refusals
@@ -134,7 +145,7 @@ def _elsewhere(problem: Problem) -> Plan:
     """The plan for platforms that nothing is known of. It takes every problem."""
     name = registry.AUTO_ANYWHERE[-1]
     # Most often it is a CPU beside the accelerator, and what fits its caches fits others.
-    return Plan(backend=name, tiles=registry.get(name).default_tiles(problem, named("cpu")))
+    return Plan(backend=name, tiles=tiles_of(registry.get(name), problem, named("cpu")).tiles)
 
 
 def _refusal(backend: Backend, problem: Problem, hardware: Hardware, tiles: Any) -> str | None:

@@ -78,7 +78,14 @@ class Problem:
         dq and dk, but summed over keys and queries into the cotangent of a slope or a sink it was 5 % of it, and beyond
         the error rule (2026-11-30, T=90).
         """
-        return np.promote_types(self.dtype, np.float32) if any(self.learned) else self.dtype
+        # Of a bias of pairs the cotangent is `ds` itself, and no sum over keys.
+        summed = self.learned[1:] if self.has_bias_of_pairs else self.learned
+        return np.promote_types(self.dtype, np.float32) if any(summed) else self.dtype
+
+    @property
+    def has_bias_of_pairs(self) -> bool:
+        """Whether the bias has a number for each pair of query and key, not just for each of the one or the other."""
+        return self.bias is not None and min(self.bias[0][2:]) > 1
 
     @property
     def is_empty(self) -> bool:

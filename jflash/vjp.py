@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.backends.protocol import Backend, Operands, flatten, learned_arrays, name_residuals, problem_of
+from jflash.backends.protocol import (
+    Backend,
+    Operands,
+    flatten,
+    gradient_axes,
+    learned_arrays,
+    name_residuals,
+    problem_of,
+)
 from jflash.errors import UnsupportedError
 from jflash.numerics.online_softmax import Attended, d_sinks, delta_of
 from jflash.numerics.precision import compute_dtype
@@ -48,7 +56,8 @@ def _forward(backend: Backend, problem: Problem, tiles: Any, operands: Operands)
     def forward(operands: Operands) -> tuple[Array, ...]:
         return tuple(backend.forward(problem_of(problem, operands), tiles, operands))
 
-    return name_residuals(Attended(*_batched_and_partitioned(backend.name, forward, operands, (), (), ("BTND", "BNT"))))
+    results = _batched_and_partitioned(backend.name, forward, operands, (), (), lambda operands: ("BTND", "BNT"))
+    return name_residuals(Attended(*results))
 
 
 @jax.tree_util.register_static
@@ -77,21 +86,23 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     delta = delta_of(out, d_out, d_lse)
 
     def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
-        *gradients, of_functions = backend.backward(problem_of(problem, operands), tiles, operands, *statistics)
-        return *gradients, *of_functions
+        *gradients, values = backend.backward(problem_of(problem, operands), tiles, operands, *statistics)
+        return *gradients, *values
+
+    def axes_of_results(operands: Operands) -> tuple[str, ...]:
+        learned = learned_arrays(problem, operands)
+        return "BTNH", "BSKH", "BSKD", *(gradient_axes(array, axes) for array, axes in learned)
 
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
-    wanted = learned_arrays(problem, operands)
-    result_axes = "BTNH", "BSKH", "BSKD", *("BNS" if "S" in array_axes else "BN" for _, array_axes in wanted)
-    dq, dk, dv, *of_functions = _batched_and_partitioned(
-        backend.name, backward, operands, statistics, axes, result_axes
+    dq, dk, dv, *d_values = _batched_and_partitioned(
+        backend.name, backward, operands, statistics, axes, axes_of_results
     )
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip((dq, dk, dv), operands))
-    of_functions = [
-        sum_to(_sum_to_axes(gradient, array, array_axes), array)
-        for gradient, (array, array_axes) in zip(of_functions, wanted, strict=True)
+    d_values = [
+        sum_to(_sum_like(gradient, array, axes), array)
+        for gradient, (array, axes) in zip(d_values, learned_arrays(problem, operands), strict=True)
     ]
-    return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, of_functions, lse, delta), mask=None),)
+    return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, d_values, lse, delta), mask=None),)
 
 
 _attention.defvjp(_save, _differentiate, symbolic_zeros=True)
@@ -103,25 +114,24 @@ def _instantiate(cotangent: Any) -> Array:
     return cotangent
 
 
-def _sum_to_axes(gradient: Array, array: Array, axes: str) -> Array:
-    """The cotangent of an array from that of each batch row and head, (B, N) or (B, N, S)."""
-    sizes = dict(zip(axes, array.shape))
-    over = tuple(i for i, axis in enumerate("BNS"[: gradient.ndim]) if sizes.get(axis, 1) == 1)
-    return gradient.sum(over).reshape(array.shape)
+def _sum_like(gradient: Array, array: Array, axes: str) -> Array:
+    """The cotangent of an array from one that has entries for each batch row and head (`gradient_axes`)."""
+    over = tuple(i for i, (size, own) in enumerate(zip(gradient.shape, array.shape, strict=True)) if size != own)
+    return gradient.sum(over, keepdims=True).astype(array.dtype)
 
 
 def _d_terms(
-    problem: Problem, operands: Operands, of_functions: list[Array], lse: Array, delta: Array
+    problem: Problem, operands: Operands, d_values: list[Array], lse: Array, delta: Array
 ) -> ScoreTerms | None:
     """The cotangents of the terms, None where nobody asks for one."""
     if not any(problem.learned):
         return None
     flags = jax.tree.unflatten(jax.tree.structure(operands.terms), problem.learned)
-    rest = iter(of_functions)
+    rest = iter(d_values)
     nothing = jax.tree.map(lambda _: None, operands.terms)
-    functions = jax.tree.map(lambda is_wanted: next(rest) if is_wanted else None, flags.functions)
+    bias, functions = jax.tree.map(lambda is_wanted: next(rest) if is_wanted else None, (flags.bias, flags.functions))
     sinks = sum_to(d_sinks(operands.sinks, lse, delta), operands.sinks) if flags.sinks else None
-    return nothing._replace(functions=functions, sinks=sinks)
+    return nothing._replace(bias=bias, functions=functions, sinks=sinks)
 
 
 def _batched_and_partitioned(
@@ -130,11 +140,12 @@ def _batched_and_partitioned(
     operands: Operands,
     extra: tuple[Array, ...],
     extra_axes: tuple[str, ...],
-    result_axes: tuple[str, ...],
+    result_axes: Callable[[Operands], tuple[str, ...]],
 ) -> tuple[Array, ...]:
     """`kernel(operands, *extra)` under the vmap rule and the partition rule; the first axis of each array is 1 or B.
 
-    A derivative of it raises: that of the whole is stated above, and a derivative of that there is not.
+    `result_axes` says the axes of the results, as `partitioned` takes them. A derivative of it raises: that of the
+    whole is stated above, and a derivative of that there is not.
     """
     arrays, axes, unflatten = flatten(operands)
 
@@ -143,20 +154,26 @@ def _batched_and_partitioned(
 
     @jax.custom_batching.custom_vmap
     def batched(*arrays: Array) -> tuple[Array, ...]:
-        return partitioned(on_device, arrays, axes=axes + extra_axes, result_axes=result_axes)
+        own_axes = result_axes(unflatten(*arrays[: len(axes)]))
+        return partitioned(on_device, arrays, axes=axes + extra_axes, result_axes=own_axes)
 
     @batched.def_vmap
     def fold(size: int, is_mapped: list[bool], *arrays: Array):
         B = arrays[0].shape[1] if is_mapped[0] else arrays[0].shape[0]
-        # Terms and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row.
-        may_broadcast = [3 <= position < len(axes) for position in range(len(arrays))]
+        unmapped = (array[0] if mapped else array for array, mapped in zip(arrays[: len(axes)], is_mapped))
+        own_axes = result_axes(unflatten(*unmapped))
+        # Terms and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row. So
+        # has a bias, the first term, whose cotangent a kernel sums over batch rows: each mapped call has its own.
+        first = 4 if any(result.startswith("b") for result in own_axes) else 3
+        may_broadcast = [first <= position < len(axes) for position in range(len(arrays))]
         folded = (
             array if not mapped and may and array.shape[0] == 1 else _fold_into_batch(array, mapped, size, B)
             for array, mapped, may in zip(arrays, is_mapped, may_broadcast)
         )
         results = batched(*folded)
-        unfolded = tuple(result.reshape(size, B, *result.shape[1:]) for result in results)
-        return unfolded, (True,) * len(unfolded)
+        unfolded = (result.reshape(size, B, *result.shape[1:]) for result in results)
+        summed = (x.sum(1, keepdims=True) if own.startswith("b") else x for x, own in zip(unfolded, own_axes))
+        return tuple(summed), (True,) * len(results)
 
     @jax.custom_jvp
     def once(*arrays: Array) -> tuple[Array, ...]:

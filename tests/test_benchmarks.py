@@ -1,23 +1,30 @@
 """The scripts that read records of kernel times: what they print of records made up here, and their exit codes."""
 
+import argparse
 import contextlib
 import importlib
 import io
 import json
 import pathlib
 import sys
+import types
 
+import jax
 import numpy as np
 import pytest
+from helpers import random_case
 
-from jflash.masks import Causal, TileMap
+import jflash
+from jflash.masks import Causal, Full, SlidingWindow, TileMap
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 with pytest.MonkeyPatch.context() as patch:
     # As Python does for a script: the modules beside it can be imported.
     patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    report, compare = importlib.import_module("report"), importlib.import_module("compare")
+    report, compare, first_call, torch_times, peers, suites = map(
+        importlib.import_module, ("report", "compare", "first_call", "torch_times", "peers", "suites")
+    )
     flexible_report = importlib.import_module("flexible_report")
     flexible_times = importlib.import_module("flexible_times")
 
@@ -232,6 +239,222 @@ def test_report_of_what_is_no_record(write, lines, words):
     assert words in err
 
 
+def torch_line(row: dict, implementation: str = "flash_attention_4", **others: object) -> dict:
+    versions = {"torch": "2.12", "flash-attn-4": "4.0.0"}
+    return rates(row, implementation, 610.0, 350.0, **{"versions": versions, "date": "2026-12-01T11:00", **others})
+
+
+def test_report_of_two_processes_is_one_table(write):
+    own = CROSS | {"suite": "other"}
+    torch_lines = [torch_line(GRID), torch_line(own)]
+    code, out, err = run(report.main, write(RECORD, "jax"), write(torch_lines, "torch"))
+    assert code == 0, err
+    # FlashAttention-4 is the best peer of the forward pass, cuDNN that of the backward pass.
+    assert "| 600.0 | 400.0 | 300.0 | 610.0 | 0.984 | 300.0 | 400.0 | 240.0 | 350.0 | 0.750 |" in out
+    assert "| other | 3 | 512 × 4096 | 8/2 | 192/128 | full | – | – | – | 610.0 | – | – | – | – | 350.0 | – |" in out
+    assert [line for line in out.splitlines() if "driver" in line] == [
+        "- NVIDIA H200, driver 580.1; jflash 0.1, jax 0.11.2; commit abc123; 2026-12-01T10:00:00+00:00"
+        " (cross, gqa, grid, window)",
+        "- NVIDIA H200, driver 580.1; torch 2.12, flash-attn-4 4.0.0; commit abc123; 2026-12-01T11:00 (grid, other)",
+    ]
+    assert f"- jflash did not run on {report.Row(**own)}: not in the record" in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"device": "NVIDIA H100"}, "torch: found device NVIDIA H100, wanted NVIDIA H200, as in "),
+        ({"driver": "570.1"}, "found driver 570.1, wanted 580.1"),
+        ({"idle_s": 0.1}, "found idle_s 0.1, wanted 0.5"),
+        ({"calls": 9}, "found calls 9, wanted 6"),
+        (
+            {"implementation": "cudnn"},
+            "found cudnn on grid B=3 T=512 S=512 N=8 K=8 H=192 Hv=192 causal, wanted it in one",
+        ),
+    ],
+)
+def test_report_refuses_processes_that_are_not_of_one_measurement(write, changed, words):
+    line = torch_line(GRID) | changed
+    code, out, err = run(report.main, write(RECORD, "jax"), write([line], "torch"))
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+# torch_times.py -------------------------------------------------------------------------------------------------------
+
+
+class Event:
+    """What torch's profiler gives for a launch, a copy, or a call on the host."""
+
+    def __init__(self, name, start, end, device_type="CUDA"):
+        self.name, self.device_type = name, device_type
+        self.time_range = types.SimpleNamespace(start=start, end=end)
+
+
+def test_kernels_of_a_profile():
+    events = [
+        Event("second", 50.0, 70.0),
+        Event("Memset (Device)", 0.0, 9.0),
+        Event("aten::mm", 0.0, 99.0, "CPU"),
+        Event("first", 10.0, 40.0),
+        Event("Memcpy DtoD (Device -> Device)", 41.0, 49.0),
+    ]
+    profile = types.SimpleNamespace(events=lambda: events)
+    assert torch_times.kernels_of(profile, "CUDA") == [("first", 10.0, 30.0), ("second", 50.0, 20.0)]
+
+
+def launches(*names: str) -> list:
+    return [torch_times.Kernel(name, 100.0 * i, 250.0 * (i + 1)) for i, name in enumerate(names)]
+
+
+def test_times_of_calls_are_sums_over_their_kernels():
+    assert torch_times.times_of_calls(launches(*"abab"), 2) == [0.75, 1.75]
+    assert torch_times.times_of_calls(launches("a"), 1) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [("", "0 kernels"), ("abc", "3 kernels are no whole"), ("abba", "are not the same")]
+)
+def test_calls_that_are_not_alike_have_no_times(names, words):
+    with pytest.raises(ValueError, match=words):
+        torch_times.times_of_calls(launches(*names), 2)
+
+
+def test_torch_times_names_what_does_not_run_or_differs(monkeypatch):
+    row = report.Row(**GRID)
+    wanted = {"out": [np.zeros(3).view(Tensor)] * 2}
+
+    class Timed:
+        def __init__(self, attention, row, arrays):
+            self.results = (attention(row, *arrays).view(Tensor),)
+            self.is_warm = False
+
+        def warm_up(self):
+            self.is_warm = True
+
+    def absent(row, *arrays):
+        raise ModuleNotFoundError("No module named\n'flash_attn'")
+
+    peers = {
+        "right": lambda row, x: np.zeros((3, 3, 8)), "wrong": lambda row, x: np.full((3, 3, 8), 0.25), "absent": absent
+    }  # fmt: skip
+    monkeypatch.setattr(torch_times, "IMPLEMENTATIONS", peers)
+    monkeypatch.setattr(torch_times, "Timed", Timed)
+    monkeypatch.setattr(torch_times, "inputs", lambda row: (0,))
+    heads = []
+    monkeypatch.setattr(torch_times, "reference", lambda row, arrays, own: heads.append(own) or wanted)
+    timed, lines = torch_times.prepare(row, list(peers))
+    assert heads == [[(0, 0), (2, 7)]]
+    assert list(timed) == ["right"] and timed["right"].is_warm and not hasattr(timed["right"], "results")
+    assert {line["implementation"]: line["not_run"] for line in lines} == {
+        "wrong": "its out differs from attention in float32 by 0.25, more than 0.05",
+        "absent": "ModuleNotFoundError: No module named 'flash_attn'",
+    }
+    assert lines[0]["suite"] == "grid" and lines[0]["H"] == 192
+
+
+def test_rows_are_chosen_by_suite_length_and_head_dim():
+    rows = [row for suite in suites.SUITES.values() for row in suite]
+    assert len(set(rows)) == len(rows) == 32
+    parser = argparse.ArgumentParser()
+    suites.add_arguments(parser)
+    assert len(suites.chosen(parser.parse_args([]))) == 18
+    given = ["--suites", "short", "grid", "--lengths", "512", "1024", "--head-dims", "64"]
+    chosen = suites.chosen(parser.parse_args(given))
+    assert [(row.suite, row.T, row.causal) for row in chosen] == [
+        ("short", 512, True), ("grid", 1024, False), ("grid", 1024, True)
+    ]  # fmt: skip
+
+
+def test_torch_times_writes_what_a_report_reads(write):
+    """With a clock made up here, in turns; what cannot be told apart is named."""
+    turns = []
+
+    class Timed:
+        def __init__(self, name, ms):
+            self.name, self.ms = name, ms
+
+        def times_ms(self, which, *, calls, idle_s):
+            turns.append((which, self.name))
+            if self.ms is None:
+                raise ValueError("3 kernels are no whole number")
+            # The second half of a turn, when the clock is lower, does not count.
+            return [self.ms] * ((calls + 1) // 2) + [9 * self.ms] * (calls // 2)
+
+    row = report.Row(**GRID)
+    timed = {"flash_attention_4": Timed("flash_attention_4", 0.5), "torch_cudnn": Timed("torch_cudnn", None)}
+    lines = torch_times.measure(row, timed, rounds=2, calls=5, idle_s=0.5)
+    assert turns[:4] == [
+        ("forward", "flash_attention_4"), ("forward", "torch_cudnn"), ("backward", "flash_attention_4"),
+        ("forward", "flash_attention_4"),
+    ]  # fmt: skip
+    assert lines[0]["forward_ms"] == 0.5 and len(lines[0]["samples_ms"]["backward"]) == 2
+    operations = 2 * 3 * 8 * 512 * 256 * (192 + 192)
+    assert lines[0]["forward_tflops"] == round(operations / 0.5e9, 1)
+    assert lines[0]["backward_tflops"] == round(2.5 * operations / 0.5e9, 1)
+    assert lines[1]["not_run"] == "forward: 3 kernels are no whole number"
+    code, out, err = run(report.main, write([WHERE | line for line in lines]))
+    assert code == 0, err
+    assert "torch_cudnn did not run on any row: forward: 3 kernels" in out
+
+
+class Tensor(np.ndarray):
+    """As much of a tensor as the reference of torch_times.py needs."""
+
+    device = "cuda"
+
+    def float(self):
+        return self.astype(np.float64)
+
+    def abs(self):
+        return np.abs(self)
+
+    def masked_fill(self, mask, value):
+        return np.where(mask, value, self).view(Tensor)
+
+    def sum(self, axis, keepdim):
+        return super().sum(axis, keepdims=keepdim)
+
+
+TORCH = types.SimpleNamespace(
+    zeros_like=np.zeros_like, cat=lambda parts: np.concatenate(parts).view(Tensor), inf=np.inf, bool=np.bool_,
+    arange=lambda *ends, device: np.arange(*ends), ones=lambda *shape, dtype, device: np.ones(shape, dtype),
+    softmax=lambda x, axis: jax.nn.softmax(np.asarray(x), axis).__array__().view(Tensor),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "mask"),
+    [
+        ({"S": 13, "K": 6}, Full()),
+        ({"S": 9, "K": 6, "causal": True}, Causal()),
+        ({"S": 9, "K": 2, "causal": True, "window": 3}, SlidingWindow(3, 0)),
+    ],
+    ids=["cross", "causal", "window_group"],
+)
+def test_torch_times_compares_with_attention(row, mask, monkeypatch):
+    """With numpy for torch: out and gradients of two heads are those of `reference`, and what differs is named."""
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
+    monkeypatch.setattr(torch_times, "_QUERIES", 4)
+    row = report.Row(**{"suite": "", "B": 2, "T": 9, "N": 6, "H": 4, "Hv": 5} | row)
+    case = random_case(B=2, T=9, S=row.S, N=6, K=row.K, H=4, Hv=5, dtype=np.float64)
+    arrays = tuple(np.asarray(array).view(Tensor) for array in case[:4])
+    heads = [(0, 0), (1, 5)]
+    with jax.enable_x64(True):
+        attend = lambda q, k, v: jflash.flash_attention(q, k, v, mask=mask, backend="reference")  # noqa: E731
+        out, pull = jax.vjp(attend, *case[:3])
+        results = tuple(np.asarray(array).view(Tensor) for array in (out, *pull(np.asarray(case.d_out))))
+    found = torch_times.reference(row, arrays, heads)
+    assert set(found) == ({"out", "dq", "dk", "dv"} if row.K == 6 else {"out", "dq"})
+    for name, result in zip(("out", "dq", "dk", "dv"), results):
+        for own, (b, n) in zip(found.get(name, ()), heads):
+            np.testing.assert_allclose(own, result[b, :, n], atol=1e-6)
+    assert torch_times.difference(row, found, results, heads) is None
+    spoiled = results[0], results[1].copy(), *results[2:]
+    spoiled[1][1, 4, 5, 2] = np.nan
+    assert "its dq differs from attention in float32 by nan" in torch_times.difference(row, found, spoiled, heads)
+
+
 # compare.py -----------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +533,45 @@ def test_compare_refuses_a_tolerance_that_is_no_share(write, tolerance):
     code, _, err = run(compare.main, file, file, "--tolerance", tolerance)
     assert code == 2
     assert f"found {float(tolerance)}, wanted a share" in err
+
+
+# first_call.py --------------------------------------------------------------------------------------------------------
+
+
+def test_first_call_of_fresh_processes():
+    sizes = ("--T", 48, "--N", 2, "--H", 16)
+    only = ("--implementations", "jflash", "--processes", 1, "--commit", "abc123")
+    code, out, err = run(first_call.main, *sizes, *only)
+    assert code == 0, err
+    cold, warm = map(json.loads, out.splitlines())
+    assert [line["cache"] for line in (cold, warm)] == ["cold", "warm"]
+    for line in (cold, warm):
+        assert (line["kind"], line["implementation"], line["commit"]) == ("first_call", "jflash", "abc123")
+        assert [line[name] for name in ("B", "T", "N", "H", "causal")] == [1, 48, 2, 16, True]
+        assert line["platform"] == "cpu" and line["driver"] is None and line["versions"]["jax"] and line["date"]
+        seconds = [line[f"{part}_s"] for part in first_call.PARTS]
+        assert all(part > 0 for part in seconds)
+        assert line["beyond_jax_s"] == pytest.approx(sum(seconds[2:]), abs=0.005)
+    # The cache spares the compiler alone.
+    assert warm["compile_s"] < cold["compile_s"] / 3
+
+
+def test_first_call_of_what_is_not_there():
+    """As the process that is measured says it; there is no cuDNN on the CPU."""
+    row = first_call.Row(suite="", B=1, T=48, N=2, H=16, causal=True)
+    assert peers.cudnn is first_call.IMPLEMENTATIONS["cudnn"](row)
+    assert "cuDNN" in first_call._child("cudnn", row)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("import sys; sys.exit('lost\\n the device')", "the device"), ("1 / 0", "Zero")]
+)
+def test_first_call_of_a_process_that_dies(code, told, monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    monkeypatch.setattr(first_call, "__file__", str(script))
+    (line,) = first_call.lines_of("jflash", processes=3, arguments=[])
+    assert told in line["not_run"]
 
 
 # flexible_times.py and flexible_report.py -----------------------------------------------------------------------------

@@ -22,7 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jflash.hardware", "jflash.masks", "jflash.numerics"),
     ("jflash.scores",),
     ("jflash.problem",),
-    ("jflash.backends.protocol",),
+    ("jflash.backends.protocol", "jflash.tuning.key"),
+    ("jflash.tuning.table",),
     ("jflash.backends",),
     (
         "jflash.backends.reference",

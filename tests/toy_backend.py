@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from jflash.backends.protocol import Backend, Gradients, Operands, learned_arrays
+from jflash.backends.protocol import Backend, Gradients, Operands, gradient_axes, learned_arrays, logit_arrays
 from jflash.hardware import Hardware
 from jflash.masks.mask import Value
 from jflash.numerics.logits import logits
@@ -25,8 +25,6 @@ launches: collections.Counter[str] = collections.Counter()
 
 
 def supports(problem: Problem, hardware: Hardware) -> str | None:
-    if problem.bias is not None:
-        return "the toy kernel has no gradient of a bias"
     for function in problem.functions.value if problem.functions else ():
         # As kernels get it, from `vjp.kernel_attention`.
         for array, axes in streamed(function, T=problem.T, S=problem.S, dtype=np.dtype(np.float32)).leaves():
@@ -52,8 +50,8 @@ def _spec(shape, axes, group):
 
 def _call(name, kernel, problem, operands, extra, extra_axes, results):
     launches[name] += 1
-    of_mask, of_functions = operands.mask.values(), _values_of_functions(operands)
-    values = [value.expanded() for value in (*of_mask, *of_functions)]
+    of_mask, of_logits = operands.mask.values(), _values_of_logits(operands)
+    values = [value.expanded() for value in (*of_mask, *of_logits)]
     sinks = jnp.full((1, 1), -jnp.inf) if operands.sinks is None else operands.sinks
     arrays = (*operands[:3], *values, sinks, *extra)
     axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), "BN", *extra_axes)
@@ -70,12 +68,12 @@ def _call(name, kernel, problem, operands, extra, extra_axes, results):
     )(*arrays)
 
 
-def _values_of_functions(operands):
-    return [Value(array, axes) for function in operands.functions for array, axes in function.leaves()]
+def _values_of_logits(operands):
+    return [Value(array, axes) for array, axes in logit_arrays(operands)]
 
 
 def _score(problem, mask, count, functions, refs):
-    """q, k and v, the product of q and k, the values of functions, and the function of both to the logits."""
+    """q, k and v, the product of q and k, the values of the logits, and the function of both to the logits."""
     q_ref, k_ref, v_ref, *value_refs = refs
     q, k, v = (ref[0, :, 0, :].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
     t = jax.lax.broadcasted_iota(jnp.int32, (problem.T, problem.S), 0)
@@ -86,6 +84,8 @@ def _score(problem, mask, count, functions, refs):
     k, v = jnp.where(live_key, k, 0), jnp.where(live_key, v, 0)
 
     def of(qk, *values):
+        bias, values = (None, values) if problem.bias is None else (values[0], values[1:])
+
         def steps(score, _):
             rest = values
             for fn, arrays in functions:
@@ -94,9 +94,11 @@ def _score(problem, mask, count, functions, refs):
             return score
 
         steps = steps if functions else None
-        return logits(qk, scale=problem.scale, bias=None, cap=problem.softcap, steps=steps, allowed=allowed)
+        return logits(qk, scale=problem.scale, bias=bias, cap=problem.softcap, steps=steps, allowed=allowed)
 
-    return q, k, v, jnp.dot(q, k.T, precision="highest"), [ref[0, 0] for ref in value_refs[count:]], of
+    values = [ref[0, 0] for ref in value_refs[count:]]
+    values = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in values]
+    return q, k, v, jnp.dot(q, k.T, precision="highest"), values, of
 
 
 def _forward_kernel(problem, score, count, *refs):
@@ -128,7 +130,7 @@ def _backward_kernel(learned, problem, score, count, *refs):
     dk_ref[0, :, 0, :] = jnp.dot(ds.T, q, precision="highest")
     dv_ref[0, :, 0, :] = jnp.dot(p.T, d_out, precision="highest")
     for ref, index in zip(d_value_refs, learned, strict=True):
-        ref[0, 0] = d_values[index][0] if ref.ndim == 3 else d_values[index][0, 0]
+        ref[0, 0] = d_values[index].reshape(ref.shape[2:])
 
 
 def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
@@ -142,15 +144,18 @@ def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, del
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     # Each program writes the share of its query head; the group is summed in float32.
     results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]
-    values, wanted = _values_of_functions(operands), learned_arrays(problem, operands)
+    values, wanted = _values_of_logits(operands), learned_arrays(problem, operands)
     learned = [i for i, value in enumerate(values) if any(value.array is array for array, _ in wanted)]
-    assert not any("T" in values[i].axes for i in learned), "the toy kernel gives no cotangent for each query"
-    results += [((B, N, S), "BNS") if "S" in values[i].axes else ((B, N), "BN") for i in learned]
+    assert all(axes in ("BNTS", "BNS", "BN") for _, axes in wanted), "the toy kernel gives no cotangent for each query"
+    results += [((B, N, *array.shape[2:]), axes) for array, axes in wanted]
     kernel = functools.partial(_backward_kernel, learned)
     extra = (lse, d_out, delta)
     found = _call("toy_backward", kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
     dq, dk, dv, *d_values = found
     dk, dv = (x.reshape(B, S, K, problem.group, -1).sum(3) for x in (dk, dv))
+    letters = (gradient_axes(*leaf) for leaf in wanted)
+    shared = ([axis for axis, letter in enumerate(own) if letter in "bn"] for own in letters)
+    d_values = [x.sum(axes, keepdims=True) if axes else x for x, axes in zip(d_values, map(tuple, shared))]
     return Gradients(*(x.astype(problem.dtype) for x in (dq, dk, dv)), tuple(d_values))
 
 

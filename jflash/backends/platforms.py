@@ -10,7 +10,14 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jaxtyping import Array
 
-from jflash.backends.protocol import Backend, Gradients, Operands, learned_arrays, with_learned_arrays
+from jflash.backends.protocol import (
+    Backend,
+    Gradients,
+    Operands,
+    gradient_axes,
+    learned_arrays,
+    with_learned_arrays,
+)
 from jflash.numerics.online_softmax import Attended, delta_of
 from jflash.numerics.varying import like
 from jflash.problem import Problem
@@ -49,9 +56,13 @@ def per_platform(own: Backend, platform: str, other: Backend, other_tiles: Any) 
                 return other.forward(problem, other_tiles, own)
 
             # As a kernel's, gradients are one device's share, and summed outside where the devices share an operand.
-            # So are those of arrays that batch rows or heads share.
-            heads = problem.B, problem.N
-            learned = [jnp.broadcast_to(x, (*heads, *x.shape[2:])) for x, _ in learned_arrays(problem, operands)]
+            # So are those of arrays that batch rows or heads share, and they are no narrower than float32.
+            def for_each_head(x: Array, axes: str) -> Array:
+                sizes = {"B": problem.B, "N": problem.N}
+                shape = [sizes.get(letter, size) for letter, size in zip(gradient_axes(x, axes), x.shape)]
+                return jnp.broadcast_to(x.astype(jnp.promote_types(x.dtype, jnp.float32)), shape)
+
+            learned = [for_each_head(*leaf) for leaf in learned_arrays(problem, operands)]
             arrays = like((*operands[:3], learned), (operands, lse, d_out, delta))
             attended, pull = jax.vjp(call, *arrays)
             d_lse = delta_of(attended.out, d_out, delta)

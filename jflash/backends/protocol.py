@@ -73,15 +73,14 @@ class Gradients(NamedTuple):
 
     Attributes:
       q, k, v: cotangents, in the shapes and dtypes of the operands.
-      functions: of each array of the functions that is `Problem.learned`, in their order, the cotangent of each batch
-        row and head, and of each key where the array has an axis of keys, also where the array itself is the same for
-        several of them: (B, N) or (B, N, S).
+      values: of each array of the logits that is `Problem.learned`, in the order of `logit_arrays`, the cotangent in
+        float32; its axes are those of `gradient_axes`.
     """
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
-    functions: tuple[Float[Array, "B N *S"], ...] = ()
+    values: tuple[Float[Array, "..."], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +97,10 @@ class Backend:
         the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
       notes: what a user should know of how it computes a problem that it takes; `explain` tells.
+      tuned_kernels: the fields of the tiles that a tuning table may set for a problem, each a record for one kernel, of
+        numbers and booleans, with `operand_bytes(H, Hv)`, what its operands take of shared memory.
+      candidate_tiles: (problem, hardware, tiles, kernel) to the tiles next to these in that field that fit, what
+        `jflash tune` tries.
     """
 
     name: str
@@ -107,6 +110,10 @@ class Backend:
     default_tiles: Callable[[Problem, Hardware], Any] = lambda problem, hardware: None
     tiles_type: type | None = None
     notes: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    tuned_kernels: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    candidate_tiles: Callable[[Problem, Hardware, Any, str], tuple[Any, ...]] = (
+        lambda problem, hardware, tiles, kernel: ()
+    )
 
 
 def problem_of(problem: Problem, operands: Operands) -> Problem:
@@ -124,24 +131,45 @@ def problem_of(problem: Problem, operands: Operands) -> Problem:
     )  # fmt: skip
 
 
+def logit_arrays(operands: Operands) -> list[tuple[Array, str]]:
+    """What logits are made of besides q and k, as arrays with their axes: the bias, then those of the functions."""
+    of_bias = [] if operands.bias is None else [(operands.bias, "BNTS")]
+    return of_bias + [leaf for function in operands.functions for leaf in function.leaves()]
+
+
+def learned_flags(problem: Problem, operands: Operands) -> tuple[bool, ...]:
+    """`Problem.learned` of the `logit_arrays`."""
+    count = len(logit_arrays(operands))
+    return problem.learned[:count] or (False,) * count
+
+
 def learned_arrays(problem: Problem, operands: Operands) -> list[tuple[Array, str]]:
-    """The arrays of the functions that are `Problem.learned`, with their axes."""
-    leaves = [leaf for function in operands.functions for leaf in function.leaves()]
-    return [leaf for leaf, is_learned in zip(leaves, learned_flags(problem, operands)) if is_learned]
+    """The `logit_arrays` that are `Problem.learned`."""
+    flags = learned_flags(problem, operands)
+    return [leaf for leaf, is_learned in zip(logit_arrays(operands), flags) if is_learned]
 
 
 def with_learned_arrays(problem: Problem, operands: Operands, arrays: list[Array]) -> Operands:
     """The operands with others in the places of their `learned_arrays`."""
     if not arrays:
         return operands
-    leaves, tree = jax.tree.flatten(operands.functions)
+    own = operands.terms.bias, operands.terms.functions
+    leaves, tree = jax.tree.flatten(own)
     rest = iter(arrays)
-    own = [next(rest) if is_learned else leaf for leaf, is_learned in zip(leaves, learned_flags(problem, operands))]
-    return operands._replace(terms=operands.terms._replace(functions=jax.tree.unflatten(tree, own)))
+    flags = learned_flags(problem, operands)
+    leaves = [next(rest) if is_learned else leaf for leaf, is_learned in zip(leaves, flags, strict=True)]
+    bias, functions = jax.tree.unflatten(tree, leaves)
+    return operands._replace(terms=operands.terms._replace(bias=bias, functions=functions))
 
 
-def learned_flags(problem: Problem, operands: Operands) -> tuple[bool, ...]:
-    """`Problem.learned` of the arrays of the functions, which come after the bias."""
-    count = len(jax.tree.leaves(operands.functions))
-    first = 0 if operands.bias is None else 1
-    return problem.learned[first : first + count] or (False,) * count
+def gradient_axes(array: Array, axes: str) -> str:
+    """A letter for each axis of the cotangent that a kernel gives of one of the `logit_arrays`; a small one has size 1.
+
+    It is that of each batch row and head, also where the array is the same for several of them. But of a bias of pairs
+    such an array would be larger than the cotangent itself: there the kernel sums over its own batch rows and heads.
+    """
+    is_of_pairs = axes == "BNTS" and min(array.shape[2:]) > 1
+    return "".join(
+        letter if size > 1 or (letter in "BN" and not is_of_pairs) else letter.lower()
+        for letter, size in zip(axes, array.shape)
+    )

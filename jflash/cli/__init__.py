@@ -1,3 +1,3 @@
-"""The command line: `jflash check`, `jflash explain` and `jflash bench`."""
+"""The command line: `jflash check`, `jflash explain`, `jflash bench` and `jflash tune`."""
 
 from jflash.cli.command import main as main

@@ -12,6 +12,7 @@ from jflash.cli.bench import bench
 from jflash.cli.check import check
 from jflash.cli.explain import explain
 from jflash.cli.plot import MissingMatplotlib
+from jflash.cli.tune import calls_of, tune
 from jflash.errors import ArgumentError
 from jflash.problem import DTYPES
 
@@ -48,13 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw memory and errors (needs matplotlib)")
 
     command = _add(commands, "explain", _explain, "say which backend would run a call, and why no other")
-    command.add_argument(
-        "sizes", nargs="+", metavar="LETTER=SIZE",
-        help="T, N and H, as in T=4096 N=32 H=128; and B (1), S (as T), K (as N) and Hv (as H) where they differ",
-    )  # fmt: skip
+    _add_call(command, sizes="+")
     command.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    command.add_argument("--causal", action="store_true")
-    command.add_argument("--window", metavar="LEFT,RIGHT", help='distances, both ends included; "none" is unlimited')
     command.add_argument("--hardware", metavar="NAME", help="the device to plan for, h200 say; else the present one")
     command.add_argument("--backend", default="auto")
 
@@ -65,7 +61,30 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=_DTYPES)
     command.add_argument("--causal", action="store_true")
     _add_json(command)
+
+    command = _add(
+        commands, "tune", _tune, "search the fastest tiles of the kernels on this device, for a tuning table"
+    )
+    _add_call(command, sizes="*")
+    command.add_argument(
+        "--shipped", action="store_true", help="the calls of the shipped tables; with sizes, those that have them"
+    )
+    command.add_argument("--backend", default="mosaic_gpu")
+    command.add_argument(
+        "--kernels", nargs="+", metavar="NAME", default=["forward", "backward"],
+        help="of mosaic_gpu: forward, backward, backward_dq (that of deterministic gradients)",
+    )  # fmt: skip
+    command.add_argument("--minutes", type=float, metavar="M", help="try no further candidate after so many")
+    command.add_argument("--table", type=pathlib.Path, metavar="FILE", help="the tuning table to put winners into")
+    _add_json(command)
     return parser
+
+
+def _add_call(command: argparse.ArgumentParser, *, sizes: str) -> None:
+    text = "T, N and H, as in T=4096 N=32 H=128; and B (1), S (as T), K (as N) and Hv (as H) where they differ"
+    command.add_argument("sizes", nargs=sizes, metavar="LETTER=SIZE", help=text)
+    command.add_argument("--causal", action="store_true")
+    command.add_argument("--window", metavar="LEFT,RIGHT", help='distances, both ends included; "none" is unlimited')
 
 
 def _add(commands, name: str, run, text: str) -> argparse.ArgumentParser:
@@ -116,3 +135,12 @@ def _bench(given: argparse.Namespace) -> int:
             causal=given.causal, table=table, lines=lines,
         )  # fmt: skip
     return 0
+
+
+def _tune(given: argparse.Namespace) -> int:
+    calls = calls_of(given.sizes, causal=given.causal, window=given.window, is_shipped=given.shipped)
+    with _outputs(given.json) as (table, lines):
+        return tune(
+            calls, backend=given.backend, kernels=given.kernels, minutes=given.minutes, table_file=given.table,
+            table=table, lines=lines,
+        )  # fmt: skip

@@ -20,7 +20,7 @@ def explain(
     Raises:
       ArgumentError: a size, a name or a window that means nothing.
     """
-    size = _sizes(sizes)
+    size = sizes_of(sizes)
 
     def array(length: str, heads: str, dim: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size["B"], size[length], size[heads], size[dim]), dtype)
@@ -28,7 +28,7 @@ def explain(
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         return explain_call(
             array("T", "N", "H"), array("S", "K", "H"), array("S", "K", "Hv"),
-            causal=causal, window=None if window is None else _window(window), hardware=hardware, backend=backend,
+            causal=causal, window=None if window is None else window_of(window), hardware=hardware, backend=backend,
         )  # fmt: skip
 
 
@@ -37,13 +37,20 @@ def reasons(explanation: Explanation) -> str:
     return "; ".join(explanation.refusals[name] for name in explanation.order)
 
 
-def _sizes(texts: Sequence[str]) -> dict[str, int]:
+def given_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """The sizes in texts such as "T=4096"."""
     size: dict[str, int] = {}
     for text in texts:
         letter, _, number = text.partition("=")
         if letter not in _LETTERS or not number.isdecimal():
             raise ArgumentError("sizes", found=repr(text), wanted=f"LETTER=SIZE with a letter of {', '.join(_LETTERS)}")
         size[letter] = int(number)
+    return size
+
+
+def sizes_of(texts: Sequence[str]) -> dict[str, int]:
+    """All sizes of a call; B is 1, S as T, K as N and Hv as H where they are not given."""
+    size = given_sizes(texts)
     missing = [letter for letter in ("T", "N", "H") if letter not in size]
     if missing:
         wanted = "at least T, N and H, as in T=4096 N=32 H=128"
@@ -51,7 +58,9 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
     return {"B": 1, "S": size["T"], "K": size["N"], "Hv": size["H"]} | size
 
 
-def _window(text: str) -> tuple[int | None, int | None]:
+def window_of(text: str) -> tuple[int | None, int | None]:
+    """The distances of a text such as "1023,none"."""
+
     def distance(part: str) -> Any:
         return None if part.strip().lower() == "none" else int(part)
 

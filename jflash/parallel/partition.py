@@ -66,6 +66,11 @@ class Placement:
             x = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, self._own_index(), axes.index("K"))
         return jax.lax.psum(x, self.heads)
 
+    def sum_shared(self, x: jax.Array, axes: str) -> jax.Array:
+        """The sum over the devices whose batch rows or heads an axis of `x`, a small letter, has been summed over."""
+        over = ("b" in axes) * self.batch + ("n" in axes) * self.heads
+        return jax.lax.psum(x, over) if over else x
+
     def _own_index(self) -> jax.Array:
         return jax.lax.axis_index(self.heads) // (self.head_shards // self.K)
 
@@ -104,7 +109,8 @@ def partitioned(
       operands: the first three are q, k and v.
       axes: for each operand a letter for each axis: B, T, S, N, K, H, D (for Hv), another where every device has all of
         the axis; an axis of size 1 broadcasts.
-      result_axes: the same for each result. A result with K is a cotangent, summed over devices that share a head.
+      result_axes: the same for each result. A result with K is a cotangent, summed over devices that share a head; a
+        small letter stands for an axis of size 1, and for a sum over B or N, of all devices in the end.
     """
     q, k, v = operands[:3]
     sizes = {"B": q.shape[0], "N": q.shape[2], "K": k.shape[2]}
@@ -130,7 +136,8 @@ def partitioned(
         def on_device(*arrays):
             own = (placement.own_kv_head(array, letters) for array, letters in zip(arrays, axes))
             found = function(*own)
-            return tuple(placement.sum_kv_heads(array, letters) for array, letters in zip(found, result_axes))
+            summed = (placement.sum_kv_heads(array, letters) for array, letters in zip(found, result_axes))
+            return tuple(placement.sum_shared(array, letters) for array, letters in zip(summed, result_axes))
 
         def shardings(structs, letters):
             return tuple(
@@ -162,7 +169,7 @@ def _sharding_rule(
         )
 
     left = ", ".join(term(letters, operand.shape) for letters, operand in zip(axes, operands))
-    right = ", ".join(term(letters, [sizes[letter] for letter in letters]) for letters in result_axes)
+    right = ", ".join(term(letters, [sizes.get(letter, 1) for letter in letters]) for letters in result_axes)
     return f"{left} -> {right}"
 
 

@@ -85,6 +85,12 @@ TERMS = {
         "sinks": (4,),
         "mask": MASKS["documents"],
     },
+    # Of pairs: shared by the batch rows, which see different keys or the same ones, by the heads, by neither.
+    "bias": {"bias": (1, 4, 333, 301), "mask": MASKS["causal_offset"]},
+    "bias_of_rows": {"bias": (2, 1, 333, 301), "mask": MASKS["documents"], "softcap": 3.0, "bias_dtype": "bfloat16"},
+    "bias_of_all": {"bias": (1, 1, 333, 301), "bias_dtype": "bfloat16"},
+    "bias_of_each": {"bias": (2, 4, 333, 301), "alibi_slopes": (4,), "sinks": (4,), "mask": MASKS["window"]},
+    "bias_of_keys": {"bias": (2, 1, 1, 301), "mask": MASKS["window"], "sinks": (4,)},
     "pole": {"score_fn": pole, "score_args": (_DRAW(4).astype(np.float32),), "mask": Causal(offset=-1)},
     "mask_function": {"mask": MaskFn(near_or_own, per_query=(np.arange(333, dtype=np.int32) % 40,)) & Causal()},
 }
@@ -99,7 +105,8 @@ def test_terms_of_the_logits(H, Hv, terms):
     for deterministic in (False, True):
         attention = attention_of(workload, backend="mosaic_gpu", deterministic=deterministic)
         rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype="bfloat16")
-        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in inputs.learned)}
+        learned = [*inputs.learned, *(["bias"] if workload.bias else [])]
+        assert {row.name for row in rows} == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in learned)}
         assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
 
 

@@ -17,7 +17,7 @@ import jflash
 from jflash import flash_attention_with_lse, hardware, vjp
 from jflash.backends import mosaic_gpu, registry
 from jflash.backends.protocol import Operands, problem_of
-from jflash.masks import Causal, Chunked, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
+from jflash.masks import Causal, Chunked, Dense, Dilated, KeyRange, Lengths, PrefixLM, Segments, SlidingWindow, Tree
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
 from jflash.scores import ScoreTerms, dropout_of
@@ -45,6 +45,10 @@ UNSORTED = np.random.default_rng(0).integers(0, 3, (2, 233), np.int32)
 
 # First and last keys of 90 queries, and a parent for each.
 RANGES = *np.sort(UNSORTED[:, :90] * 40 + np.arange(90), axis=0).astype(np.int32), np.arange(90) // 3 - 1
+
+
+RANDOM = np.random.default_rng(1).random((2, 2, 140, 264)) < 0.6
+RANDOM[1, 0, 3], RANDOM[..., 64:128] = False, False  # A query without keys, and tiles that no query sees.
 
 
 def steeper(s, b, n, q, k, rate):
@@ -107,6 +111,60 @@ WORKLOADS = [
         Hv=200,
     ),
     workload("float16_wide_odd", dtype="float16", T=67, S=129, H=136, Hv=200),
+    # Biases of pairs: of every head; shared by batch rows that see different keys, by heads, by all; with infinities.
+    workload("bias", bias=(1, 1, 140, 264), softcap=2.5, mask=Causal(offset=120), T=140, S=264, H=128),
+    workload("bias_of_rows", bias=(1, 2, 70, 150), mask=Lengths(kv=int32(80, 150)), B=2, T=70, S=150, N=2, K=1, H=40),
+    workload(
+        "bias_of_heads",
+        bias=(2, 1, 61, 233),
+        mask=Segments(UNSORTED[:, :61], UNSORTED),
+        B=2,
+        T=61,
+        S=233,
+        N=2,
+        H=128,
+        bias_dtype="bfloat16",
+    ),
+    workload(
+        "bias_of_all",
+        bias=(1, 1, 72, 200),
+        alibi_slopes=(2, 2),
+        mask=SlidingWindow(60, 30),
+        B=2,
+        T=72,
+        S=200,
+        N=2,
+        bias_dtype="bfloat16",
+        H=136,
+        Hv=200,
+    ),
+    workload(
+        "bias_wide",
+        bias=(1, 1, 130, 133),
+        score_fn=steeper,
+        score_args=(np.float32(0.3),),
+        mask=Causal(offset=-1),
+        T=130,
+        S=133,
+        H=256,
+    ),
+    # A boolean for each pair, and one for each key; with and without a bias of pairs.
+    workload("dense", mask=Dense(RANDOM[:, :, :70, :150]), B=2, T=70, S=150, N=2, K=1),
+    workload("dense_wide", mask=Dense(RANDOM[:1, :1]) & Causal(offset=30), T=140, S=264, H=136, Hv=200),
+    workload(
+        "dense_and_bias",
+        mask=Dense(RANDOM[:, :1, :72, :200]),
+        bias=(1, 2, 72, 200),
+        softcap=2.0,
+        B=2,
+        T=72,
+        S=200,
+        N=2,
+        H=128,
+    ),
+    workload("dense_for_keys", mask=Dense(RANDOM[:, :1, :1, :150]), B=2, T=70, S=150, N=2, H=72),
+    workload("bias_of_keys", bias=(2, 1, 1, 150), sinks=(2,), mask=Causal(offset=70), B=2, T=80, S=150, N=2),
+    workload("bias_of_heads_alone", bias=(1, 2, 1, 1), bias_dtype="bfloat16", T=70, S=90, N=2, sinks=(2,)),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
 FAST = (
@@ -121,8 +179,13 @@ FAST = (
     "ranges_and_trees",
     "alibi_and_sinks",
     "score",
+    "bias",
+    "bias_of_rows",
+    "bias_of_keys",
+    "dense",
+    "dense_for_keys",
 )
-FAST_IN_TWO = ("full", "offset_per_row", "window")
+FAST_IN_TWO = ("full", "offset_per_row", "window", "bias_of_heads", "dense_wide")
 
 
 def cases(fast: tuple[str, ...]) -> list[Any]:
@@ -173,7 +236,13 @@ def both_passes(w: Workload, tiles: mosaic_gpu.HopperTiles, *, deterministic: bo
 
 def results_of(w: Workload) -> tuple[str, ...]:
     """The names of what `both_passes` gives."""
-    return *RESULTS, *(f"d{name}" for name in sorted(oracle(w)[0].learned))
+    return *RESULTS, *(f"d{name}" for name in sorted(learned_of(w)))
+
+
+def learned_of(w: Workload) -> dict[str, Any]:
+    """All arrays besides q, k and v that have a gradient."""
+    inputs = oracle(w)[0]
+    return dict(inputs.learned) | ({} if inputs.bias is None else {"bias": inputs.bias})
 
 
 @functools.cache
@@ -194,7 +263,7 @@ def assert_within_budget(w: Workload, found: tuple, names: tuple[str, ...] = RES
 
 def operands_of(w: Workload) -> Operands:
     inputs, mask = oracle(w)[0], pose(w)[1]
-    terms = terms_with(w, mask, inputs.learned)
+    terms = terms_with(w, mask, learned_of(w))
     return jax.tree.map(jnp.asarray, Operands(*inputs[:3], terms if jax.tree.leaves(terms) else None, mask))
 
 
@@ -203,7 +272,7 @@ def assert_right(w: Workload, *, deterministic: bool = False, **changed: dict[st
     tiles = interpretable(pose(w)[0], **changed)
     inputs = oracle(w)[0]
     run = both_passes(w, tiles, deterministic=deterministic)
-    found = interpret(run, operands_of(w), inputs.learned, inputs.d_out, inputs.d_lse)
+    found = interpret(run, operands_of(w), learned_of(w), inputs.d_out, inputs.d_lse)
     assert_within_budget(w, found, results_of(w))
 
 
@@ -216,6 +285,25 @@ def test_right_and_without_races(workload):
 def test_deterministic_gradients_are_right_and_without_races(workload):
     """dk and dv from the fused kernel without its dq, dq from a kernel of its own."""
     assert_right(workload, deterministic=True)
+
+
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.5, marks=pytest.mark.slow)])
+def test_minus_infinity_in_a_bias_masks_its_pair(softcap):
+    """Also for a query that has nothing else, and where a whole tile has nothing else."""
+    w = workload("infinities", bias=(1, 1, 72, 200), T=72, S=200, H=72, softcap=softcap)
+    inputs = random_inputs(w, seed=3)
+    bias = np.where(np.tri(72, 200, 60, bool), inputs.bias, -np.inf).astype(np.float32)
+    bias[..., 5:9, :] = -np.inf
+    inputs = inputs._replace(bias=jnp.asarray(bias))
+    tiles = interpretable(pose(w)[0])
+    operands = Operands(*inputs[:3], terms_with(w, pose(w)[1], {"bias": inputs.bias}), pose(w)[1])
+    found = interpret(both_passes(w, tiles), operands, {"bias": inputs.bias}, inputs.d_out, inputs.d_lse)
+    truth = truth_of(w, inputs)
+    for name, one in zip((*RESULTS, "dbias"), found, strict=True):
+        one, other = np.asarray(one, np.float64), truth[name]
+        assert (np.isinf(one) == np.isinf(other)).all(), name
+        error = np.abs(np.where(np.isinf(other), 0, one - np.where(np.isinf(other), 0, other))).max()
+        assert error <= 3 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(np.where(np.isinf(other), 0, other)).max(), name
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])

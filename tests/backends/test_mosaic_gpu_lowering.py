@@ -21,7 +21,7 @@ from jflash.backends import mosaic_gpu
 from jflash.backends.mosaic_gpu import primitives
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles
 from jflash.errors import ArgumentError
-from jflash.masks import Causal, Chunked, Segments, packed
+from jflash.masks import Causal, Chunked, Dense, Segments, packed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 
@@ -138,6 +138,41 @@ TOGETHER = [
 def test_tiles_that_fit_lower(tiles, changed):
     w = workload(N=16, K=4, mask=Causal())
     assert any(name in lowered(w, KERNEL_OF[tiles], **{tiles: changed}) for name in KERNELS[KERNEL_OF[tiles]])
+
+
+# What has a number for each pair, in bytes of a pair: a bias, a mask of booleans, both.
+PAIRS = {
+    "bias_16_bits": {"bias": (1, 4, 256, 256), "bias_dtype": "bfloat16"},
+    "bias": {"bias": (2, 1, 256, 256)},
+    "dense": {"mask": Dense(np.ones((1, 4, 256, 256), bool))},
+    "dense_and_bias": {"mask": Dense(np.ones((2, 1, 256, 256), bool)), "bias": (1, 1, 256, 256)},
+}
+FAST_PAIRS = {("bias", 256, 256), ("dense_and_bias", 128, 64), ("dense_and_bias", 256, 256), ("bias_16_bits", 192, 128)}
+
+
+PAIRS_CASES = [
+    pytest.param(name, H, Hv, marks=() if (name, H, Hv) in FAST_PAIRS else pytest.mark.slow)
+    for name, H, Hv in itertools.product(PAIRS, (64, 128, 192, 256), (64, 128, 192, 256))
+]
+
+
+@pytest.mark.parametrize(("pairs", "H", "Hv"), PAIRS_CASES)
+def test_what_has_a_number_for_each_pair_fits_or_is_refused(pairs, H, Hv):
+    """With all other terms, and every cotangent asked for: nothing takes more of shared memory."""
+    w = workload(H=H, Hv=Hv, softcap=3.0, alibi_slopes=(4,), sinks=(4,), **PAIRS[pairs])
+    problem, _ = pose(w)
+    reason = mosaic_gpu.BACKEND.supports(problem, H200)
+    assert (reason is None) == ((pairs, H, Hv) != ("dense_and_bias", 256, 256)), reason
+    if reason is not None:
+        assert "no room for a float32 bias and a dense mask beside H=256, Hv=256" in reason
+        return
+    operands = operand_shapes(problem)
+    is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(operands.terms))
+    tiles = mosaic_gpu.default_tiles(problem, H200)
+    for deterministic in (False, True):
+        problem = dataclasses.replace(problem, deterministic=deterministic, learned=is_float)
+        for function, statistics in ((mosaic_gpu.forward, ()), (mosaic_gpu.backward, backward_shapes(problem))):
+            jax.eval_shape(functools.partial(function, problem, tiles), operands, *statistics)
 
 
 @pytest.mark.slow

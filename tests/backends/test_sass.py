@@ -1,18 +1,26 @@
 """ptxas makes of the kernels what their tiles count on: no spills, no serialised wgmma, registers within setmaxnreg.
 
+Of full and causal attention also the order of instructions in which matmuls and softmax overlap.
+
 `python -m tools.sass show tests/backends/test_sass.py` prints the numbers, with `--order` the schedules.
 """
 
+import dataclasses
 import functools
+import re
 
+import jax
 import numpy as np
 import pytest
 
 from jflash import hardware
 from jflash.backends import mosaic_gpu
+from jflash.backends.mosaic_gpu.sm90.backward import NARROW
+from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.masks import (
     Causal,
     Chunked,
+    Dense,
     Dilated,
     Full,
     KeyRange,
@@ -23,9 +31,12 @@ from jflash.masks import (
     SlidingWindow,
     Tree,
 )
+from jflash.problem import Problem
 from jflash.scores import streamed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
+from jflash.tuning.table import DATA, read
+from jflash.tuning.workloads import Call
 from tools.sass import Config, compile_lowered
 
 H200 = hardware.named("h200")
@@ -57,6 +68,7 @@ def masks(T: int) -> dict[str, Mask]:
         "key_range": KeyRange(ids, ids),
         "tree": Tree(np.full((1, T), -1)),
         "not_dilated": ~Dilated(3),
+        "dense": Dense(np.ones((1, 1, T, T), bool)),
     }
 
 
@@ -64,8 +76,10 @@ def distance_and_value(s, b, n, q, k, slope, value):
     return s + slope[n] * (q - k).astype(s.dtype) + value[b, k]
 
 
-# What else makes logits of products.
+# What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
+    "bias": {"bias": (1, 16, 4096, 4096)},
+    "bias_16_bits": {"bias": (1, 1, 4096, 4096), "bias_dtype": "bfloat16"},
     "softcap": {"softcap": 30.0},
     "alibi": {"alibi_slopes": (16,), "sinks": (16,)},
     "score": {
@@ -75,12 +89,59 @@ TERMS = {
 }
 
 
+# The overlap of matmuls and softmax, in the order of the instructions in a loop body (`Compiled.order`). What runs at
+# once is what has been issued and not yet been waited for: after "wait1" the last group of matmuls still runs.
+#
+# Forward: S of this tile and P V of the last one are issued before either is waited for. The wait leaves P V running
+# (one group, or one for each of its pieces), and so many maxima and exponentials follow before P V is waited for too: a
+# thread has half a row of a tile, each element once in a maximum and once in an exponential. Where the tiles pin that
+# wait, all of them are there; elsewhere at least the maxima. Without it the tensor cores idle through each softmax.
+_FORWARD = r"mma x\d+ mma\.T x\d+ wait[1-9] exp x{} (?:mbar )?wait0"
+# Backward: dP is issued before S is waited for, and exponentials start while dP runs; the wait for it comes after.
+_SOFTMAX_IN_DP = r"mma x\d+ mbar mma x\d+ wait[1-9] exp x(?:[4-9]|1\d) .*?wait0 "
+# ... dV is issued before the warpgroups meet to exchange dS ("bar"), so that it runs meanwhile; dQ and dK are issued
+# together, and as soon as dV is done its dO is free, and dQ leaves for memory while dK runs: two waits that are not for
+# all, and after them the barrier before the store.
+_NARROW = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ bar mma\.T x\d+ wait[2-9] wait[1-9] bar"
+# ... where each warpgroup has half of the columns, P goes through shared memory as dS does: all three are issued then.
+_WIDE = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ wait[2-9] wait[1-9](?: x\d)? bar"
+
+
+# With JAX 0.12.0.1 all exponentials come before the wait in the PTX of these two, and after it in the SASS of the same
+# ptxas 13.0: the maxima alone run beside P V there (2026-11-30).
+_SUNK = {"forward_128_128_full_even", "forward_128_128_full_group"} if jax.__version_info__ >= (0, 12) else set()
+
+
+def at_least(number: int) -> str:
+    """A regular expression of the whole numbers from this one."""
+    digits = str(number)
+    larger = (
+        digits[:i] + f"[{int(digit) + 1}-9]" + r"\d" * (len(digits) - i - 1)
+        for i, digit in enumerate(digits)
+        if digit < "9"
+    )
+    return f"(?:{'|'.join((digits, *larger))}|{r'\d' * len(digits)}\\d+)"
+
+
+def overlap(kernel: str, tiles: HopperTiles, problem: Problem, *, is_pinned: bool) -> str:
+    """The order that keeps the overlap of the kernels of a pass; the two of deterministic gradients share the first."""
+    if kernel == "forward":
+        maxima = exponentials = tiles.forward.block_k // 2
+        return _FORWARD.format(at_least(maxima + exponentials * is_pinned))
+    if kernel == "deterministic":
+        return _SOFTMAX_IN_DP
+    return _WIDE if max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < 128 else _NARROW
+
+
 def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Config]:
     """Of the kernels that these dims, this mask and these lengths have: forward, backward, and dkv with dq."""
     sizes, more = SIZES[size], TERMS.get(terms, {})
     workload = Workload(name="", dtype="bfloat16", H=H, Hv=Hv, mask=masks(sizes["T"])[mask], **sizes, **more)
     problem, _ = pose(workload)
     deterministic, _ = pose(workload, deterministic=True)
+    if workload.bias is not None:
+        # The kernel for its cotangent runs where somebody asks for that.
+        problem, deterministic = (dataclasses.replace(each, learned=(True,)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)
     own = operand_shapes(problem)
     functions = tuple(
@@ -93,18 +154,59 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     name = f"{H}_{Hv}_{mask}_{size}" + (f"_{terms}" if terms else "")
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
     few = 160 if tiles.forward.warpgroups == 3 else 240
-    # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing.
-    common = {"max_spill_bytes": 8 if terms else 0}
+    passes = {
+        "forward": {"function": forward, "arguments": operands, "max_registers": few},
+        "backward": {"function": backward, "arguments": arguments, "max_registers": 240},
+        "deterministic": {"function": in_two, "arguments": arguments, "max_registers": 240},
+    }
+    is_pinned = tiles.forward.pin_wait and f"forward_{name}" not in _SUNK
+    is_measured = H == Hv and H in (64, 128, 256) and mask in ("full", "causal") and not terms
+    # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
+    # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
+    is_full = H == 256 and (terms == "bias" or (mask, size) == ("dense", "odd"))
     return [
-        Config(name=f"forward_{name}", function=forward, arguments=operands, max_registers=few, **common),
-        Config(name=f"backward_{name}", function=backward, arguments=arguments, max_registers=240, **common),
-        Config(name=f"deterministic_{name}", function=in_two, arguments=arguments, max_registers=240, **common),
+        Config(
+            name=f"{kernel}_{name}",
+            max_spill_bytes=24 if is_full else 8 if terms else 0,
+            order=overlap(kernel, tiles, problem, is_pinned=is_pinned) if is_measured else None,
+            **own,
+        )
+        for kernel, own in passes.items()
     ]
 
 
 CASES = [(H, Hv, mask, size, "") for size in SIZES for mask in masks(1) for H, Hv in HEADS]
 CASES += [(H, H, "causal", "even", terms) for H in (64, 128, 256) for terms in TERMS]
 CONFIGS: list[Config] = [config for case in CASES for config in configs(*case)]
+
+
+def tuned_configs() -> list[Config]:
+    """One for each entry of the shipped tables."""
+    found = []
+    for file in sorted(DATA.glob("*.json")):
+        for key, entry in read(file, mosaic_gpu.BACKEND, H200).entries.items():
+            call = Call(**entry.measured["call"])
+            problem, _ = pose(call.workload, deterministic=key.kernel == "backward_dq")
+            tiles = dataclasses.replace(mosaic_gpu.default_tiles(problem, H200), **{key.kernel: entry.tiles})
+            kernel = {"backward_dq": "deterministic"}.get(key.kernel, key.kernel)
+            is_forward = kernel == "forward"
+            found.append(
+                Config(
+                    name=f"{file.stem}_{key.kernel}_{call}".replace(" ", "_"),
+                    function=functools.partial(
+                        mosaic_gpu.forward if is_forward else mosaic_gpu.backward, problem, tiles
+                    ),
+                    arguments=(operand_shapes(problem), *(() if is_forward else backward_shapes(problem))),
+                    max_registers=160 if is_forward and tiles.forward.warpgroups == 3 else 240,
+                    # Whether a pinned wait holds has been measured with the rest.
+                    order=overlap(kernel, tiles, problem, is_pinned=False),
+                )
+            )
+    return found
+
+
+TUNED = tuned_configs()
+CONFIGS += TUNED
 
 
 def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
@@ -122,7 +224,8 @@ def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
         pytest.param(config, id=config.name, marks=() if is_for_ci(*case) else pytest.mark.slow)
         for case in CASES
         for config in configs(*case)
-    ],
+    ]
+    + [pytest.param(config, id=config.name) for config in TUNED],
 )
 def test_kernel(config):
     """Those marked slow are for whoever changes a kernel: `pytest -m sass`, twenty minutes on two cores."""
@@ -130,3 +233,39 @@ def test_kernel(config):
         assert not config.faults(kernel), kernel
         # What may spill has been looked at above, and anything else that ptxas warns of is a fault.
         assert all("Registers are spilled" in warning for warning in kernel.warnings), kernel
+
+
+@pytest.mark.parametrize("number", [7, 64, 99, 128])
+def test_at_least(number):
+    assert [i for i in range(2000) if re.fullmatch(at_least(number), str(i))] == list(range(number, 2000))
+
+
+# Of each the order of the kernel as it is, then some that wait for all matmuls where one is meant to go on (ptxas 13).
+ORDERS = {
+    "forward_128_128_causal_even": (
+        "mma x8 mma.T x8 wait1 exp x134 mbar wait0 exp x3 cvt x32 mbar mma.T x8 wait0",
+        "mma x8 mma.T x8 wait0 exp x137 mbar wait0 cvt x32 mbar mma.T x8 wait0",
+        "mma x8 mma.T x8 wait1 exp x70 wait0 exp x67 cvt x32 mbar mma.T x8 wait0",
+    ),
+    "backward_128_128_full_even": (
+        "mma x8 mbar mma x8 wait1 exp x4 cvt exp wait0 exp cvt x3 mma.T x4 bar mma.T x12 wait2 wait1 bar wait0",
+        "mma x8 mbar mma x8 wait0 exp x5 wait0 cvt x2 exp cvt mma.T x4 bar mma.T x12 wait2 wait1 bar wait0",
+        "mma x8 mbar mma x8 wait1 exp x4 cvt exp wait0 exp cvt x3 bar mma.T x16 wait2 wait1 bar wait0",
+    ),
+    "backward_256_256_causal_even": (
+        "mma x16 mbar mma x16 wait1 exp x4 cvt exp wait0 exp mbar bar mbar mma.T x12 wait2 wait1 bar x4 wait0",
+        "mma x16 mbar mma x16 wait1 exp x4 cvt exp wait0 exp mbar bar mbar mma.T x12 wait0 wait1 bar x4 wait0",
+    ),
+    "deterministic_128_128_causal_even": (
+        "mma x8 mbar mma x8 wait1 exp x12 wait0 exp cvt exp mma.T x8 wait0",
+        "mma x8 mbar mma x8 wait0 exp x9 wait0 exp x2 cvt exp mma.T x8 wait0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_without_overlap_is_a_fault(name):
+    (config,) = (config for config in CONFIGS if config.name == name)
+    with_overlap, *others = ORDERS[name]
+    assert re.search(config.order, with_overlap)
+    assert not any(re.search(config.order, order) for order in others)

@@ -3,6 +3,7 @@
 `support.py` says what they take, `tiles.py` how they cut it, `sm90/` holds them.
 """
 
+from jflash.backends.mosaic_gpu.candidates import candidate_tiles, tuned_kernels
 from jflash.backends.mosaic_gpu.sm90.backward import backward
 from jflash.backends.mosaic_gpu.sm90.forward import forward
 from jflash.backends.mosaic_gpu.support import notes, supports
@@ -17,4 +18,6 @@ BACKEND = Backend(
     default_tiles=default_tiles,
     tiles_type=HopperTiles,
     notes=notes,
+    tuned_kernels=tuned_kernels,
+    candidate_tiles=candidate_tiles,
 )

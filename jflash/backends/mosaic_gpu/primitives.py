@@ -31,8 +31,11 @@ WARPGROUP_ROWS = 64
 """Rows of the one shape of WGMMA, and so of a warpgroup's part of a tile."""
 CHUNK = 64
 """Columns of a chunk: 128 bytes of 16 bits, the widest swizzle."""
+PART_COLUMNS = 32
+"""Columns of a tile whose logits the forward kernel makes of products at a time."""
 _SWIZZLE_BYTES = 128
-_TILE_ROWS = 8
+TILE_ROWS = 8
+"""Rows of a tile of shared memory."""
 
 # Registers of a thread, by warpgroups that compute: 64 Ki of them over all threads of a block.
 COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -69,7 +72,7 @@ class Pieces:
     def of(cls, columns: int, *lengths: int, even: bool = False) -> "Pieces":
         """Of so many columns of arrays of these lengths; `even`, so that two warpgroups can split the chunks."""
         multiple = 2 * CHUNK if even else CHUNK
-        if columns % multiple == 0 and all(length % _TILE_ROWS == 0 for length in lengths):
+        if columns % multiple == 0 and all(length % TILE_ROWS == 0 for length in lengths):
             return cls(1, columns, True)
         return cls(-(-columns // multiple) * (multiple // CHUNK), CHUNK, False)
 
@@ -138,7 +141,7 @@ def smem_pieces(leading: tuple[int, ...], rows: int, pieces: Pieces, dtype: np.d
 
 def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Shared memory of shape (..., rows, columns) for WGMMA, and for TMA of arrays whose sizes fit the tiles."""
-    tiling = plgpu.TilingTransform((_TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
+    tiling = plgpu.TilingTransform((TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE_BYTES)))
 
 

@@ -3,9 +3,10 @@
 import numpy as np
 
 from jflash.backends.mosaic_gpu import terms
-from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, chunks
+from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
-from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES
+from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
+from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
 from jflash.hardware import Hardware
 from jflash.masks.live import every_key_is_seen, every_query_sees_a_key
@@ -28,8 +29,6 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
             return f"TMA copies rows of a multiple of 16 bytes: {letter}={size} is no multiple of 8"
         if size > _WIDEST_HEAD:
             return f"accumulators of {letter}={size} columns do not fit the registers; at most {_WIDEST_HEAD}"
-    if problem.bias is not None:
-        return "its kernels do not take a bias yet"
     if problem.scale <= 0:
         return (
             f"its online softmax takes the maximum of q·k itself, which needs a positive scale, not {problem.scale:g}"
@@ -38,7 +37,7 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    """What is computed beside the problem: columns that it does not have, and copies of arrays."""
+    """Where the kernels compute more than the problem has, or copy what it has."""
     found = []
     mask, lengths = problem.mask.mask, {"T": problem.T, "S": problem.S}
     if not (every_key_is_seen(mask, **lengths) and every_query_sees_a_key(mask, **lengths)):
@@ -52,15 +51,29 @@ def notes(problem: Problem) -> tuple[str, ...]:
         if forward > size or backward > size:
             columns = f"{forward}" if forward == backward else f"{forward} forward and {backward} backward"
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
+    if has_booleans_of_pairs(problem):
+        found.append("the mask's booleans for each pair are copied into 16 bits")
+    if bytes_of_pairs(problem) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
+        found.append(
+            f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
+            f" keys from T={problem.T}, S={problem.S}"
+        )
     return tuple(found)
 
 
 def _refused_values(problem: Problem) -> str | None:
     mask = problem.mask.mask
-    for value in mask.values():
-        if value.axes not in AXES:
-            return f"its kernels take mask values per batch row, head, query or key, not along {value.axes}"
+    values = [squeezed(value) for value in mask.values()]
+    for value in values:
+        if value.axes not in AXES | {"BNTS"}:
+            return f"its kernels take mask values per batch row, head, query, key or pair, not along {value.axes}"
+        if value.axes == "BNTS" and value.array.dtype != np.bool_:
+            return f"its kernels take booleans of a mask for each pair, not {value.array.dtype}"
         if np.dtype(value.array.dtype) not in DTYPES:
             return f"its kernels take mask values that are float32, int32 or booleans, not {value.array.dtype}"
+    if sum(value.axes == "BNTS" for value in values) > 1:
+        return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
+    if not fits_pairs(problem):
+        return f"shared memory has no room for a float32 bias and a dense mask beside H={problem.H}, Hv={problem.Hv}"
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

@@ -1,4 +1,4 @@
-"""What a tile has besides q · k, inside a kernel: softcap, ALiBi, functions of the caller's, dropout."""
+"""What a tile has besides q · k, inside a kernel: bias, softcap, ALiBi, functions of the caller's, dropout."""
 
 import functools
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
-from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, tile_indices
-from jflash.backends.protocol import Operands, learned_flags
+from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
+from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, squeezed, tile_indices
+from jflash.backends.protocol import Operands, learned_flags, logit_arrays
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
@@ -18,34 +19,41 @@ from jflash.numerics.dropout import RowWords, is_kept, pair_bits
 from jflash.numerics.logits import logits
 from jflash.numerics.precision import compute_dtype
 from jflash.problem import Problem
-from jflash.scores import streamed
+from jflash.scores import ScoreFunction, streamed
 
 
 class TileTerms:
     """The logits of one problem on tiles, their derivatives, and which pairs are dropped.
 
     Attributes:
-      is_plain: there is nothing but the scale.
+      is_plain: there is nothing but the scale, and maybe a bias of pairs.
       is_total: logits and their derivatives are finite at every pair, whether it attends or not.
       dropout: what of the weights is dropped, or None.
+
+      pairs: the bias on tiles, where it has a number for each pair.
+      learns_pairs: somebody asks for its cotangent.
 
     Args:
       operands: with functions and dropout as streams.
       tile_map: of the kernel; its form does not matter.
+      warpgroups, split: as of `PairTiles`.
     """
 
-    def __init__(self, problem: Problem, operands: Operands, tile_map: TileMap):
+    def __init__(self, problem: Problem, operands: Operands, tile_map: TileMap, *, warpgroups: int, split: str):
         functions = operands.functions
         self.is_plain, self.dropout = is_plain(problem), operands.dropout
         self.is_total = all(function.is_total for function in functions)
         self._scale, self._transpose = problem.scale, tile_map.transpose
-        values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
-        self._values = TileValues(values, tile_map)
+        arrays, flags = [_value(*leaf) for leaf in logit_arrays(operands)], learned_flags(problem, operands)
+        of_pairs = operands.bias if problem.has_bias_of_pairs else None
+        self.pairs = PairTiles("bias", of_pairs, tile_map, warpgroups=warpgroups, split=split)
+        self.learns_pairs = bool(self.pairs) and flags[0]
+        arrays, flags = arrays[self.pairs.count :], flags[self.pairs.count :]
+        self._values = TileValues(arrays, tile_map)
         self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
-        self._function = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
-        self._dtypes = _dtypes(values)
-        flags = learned_flags(problem, operands)
-        floats = [i for i, value in enumerate(values) if value.array.dtype == np.float32]
+        self._function = _function_of(problem, functions)
+        self._dtypes = _dtypes(arrays)
+        floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
         # Of the derivatives by floating values, those that are wanted.
         self._wanted = tuple(position for position, i in enumerate(floats) if flags[i])
 
@@ -55,12 +63,14 @@ class TileTerms:
         return self._scale if self.is_plain else 1.0
 
     def operands(self) -> tuple[jax.Array, ...]:
-        return *self._values.operands(), *self._words.operands()
+        return *self._values.operands(), *self._words.operands(), *self.pairs.operands()
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._values.count + self._words.count
+        count = self._values.count + self._words.count + self.pairs.count
         return refs[:count], refs[count:]
+
+    # Below, `qk` is what `biased` has added the bias of pairs to.
 
     def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
         """The logits of a tile; `place` says b, n, q_at and k_at."""
@@ -74,7 +84,7 @@ class TileTerms:
     def with_derivatives(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any
     ) -> tuple[Any, Any, list[Any]]:
-        """The logits, their derivative by scale · qk, and those by the values that are learned."""
+        """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by what else is learned."""
         evaluate = value_and_derivatives(self._function, self._dtypes)
         s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, **place))
         return s, by_qk, [by_values[position] for position in self._wanted]
@@ -83,40 +93,52 @@ class TileTerms:
         """The tiles, 0 at pairs that are dropped and larger by 1 / (1 - rate) at the others; `place` as of `of`."""
         if self.dropout is None:
             return tiles
-        rows_a, rows_b, columns = self._words.on_tile(refs[self._values.count :], **place, shape=tiles[0].shape)
+        refs = refs[self._values.count : self._values.count + self._words.count]
+        rows_a, rows_b, columns = self._words.on_tile(refs, **place, shape=tiles[0].shape)
         kept = is_kept(pair_bits(RowWords(rows_a, rows_b), columns), self.dropout.rate)
         return tuple(jnp.where(kept, x * np.float32(1 / (1 - self.dropout.rate)), 0) for x in tiles)
 
+    def biased(self, qk: Any, s: Any, warpgroup: Any, columns: slice | None = None) -> Any:
+        """Products, or what they start at, and bias / scale of a warpgroup's part, or of some columns of it."""
+        if not self.pairs:
+            return qk
+        return qk + self.pairs.part(s, warpgroup, columns) * np.float32(1 / self._scale)
+
     @property
     def learned(self) -> int:
-        """How many values are learned."""
+        """How many values are learned, a bias of pairs left out."""
         return len(self._wanted)
 
     def _arguments(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, b: Any, n: Any, q_at: Any, k_at: Any
     ) -> tuple:
         q, k = tile_indices(column_ids, q_at=q_at, k_at=k_at, shape=qk.shape, transpose=self._transpose)
-        values = self._values.on_tile(refs, b=b, n=n, q_at=q_at, k_at=k_at, shape=qk.shape)
+        values = self._values.on_tile(refs[: self._values.count], b=b, n=n, q_at=q_at, k_at=k_at, shape=qk.shape)
         return qk * np.float32(self._scale), q, k, *values
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether P and dS follow from q · k by the scale, the lse and delta."""
-    return problem.softcap is None and problem.functions is None and not problem.dropout_rate
+    """Whether P and dS follow from q · k, and a bias of pairs, by the scale, the lse and delta."""
+    has_values = problem.functions is not None or (problem.bias is not None and not problem.has_bias_of_pairs)
+    return not has_values and problem.softcap is None and not problem.dropout_rate
 
 
 def refusal(problem: Problem) -> str | None:
     """Why a kernel cannot compute these logits, or None."""
-    if is_plain(problem):
-        return None
     functions = problem.functions.value if problem.functions else ()
     sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
     try:
         functions = tuple(streamed(function, **sizes) for function in functions)
     except ArgumentError as error:
         return str(error)
-    values = [Value(array, axes) for function in functions for array, axes in function.leaves()]
-    for array, axes in values:
+    arrays = [_value(*leaf) for function in functions for leaf in function.leaves()]
+    of_bias = []
+    if problem.bias is not None and not problem.has_bias_of_pairs:
+        of_bias = [_value(jax.ShapeDtypeStruct(*problem.bias), "BNTS")]
+        if of_bias[0].axes == "BNT":
+            shape, dtype = problem.bias
+            return f"its kernels give no cotangent for each query of a bias, as {dtype}{list(shape)} wants"
+    for array, axes in arrays:
         if axes not in AXES:
             kinds = {"BND": "diagonal", "BNTS": "pair"}
             return f"its kernels take no number for each {kinds[axes]} of a score function yet, as {functions[-1]} has"
@@ -124,9 +146,18 @@ def refusal(problem: Problem) -> str | None:
             return f"its kernels give no cotangent for each query of a score function yet, as {functions[-1]} wants"
         if np.dtype(array.dtype) not in DTYPES:
             return f"its kernels take float32, int32 and booleans of a score function, not {array.dtype}"
-    composed = _composed(problem.softcap, tuple((f.fn, len(f.arrays)) for f in functions))
-    reason = value_and_derivatives(composed, _dtypes(values)).refusal
-    return reason and f"{reason}, of {functions[-1]}"
+    evaluate = value_and_derivatives(_function_of(problem, functions), _dtypes([*of_bias, *arrays]))
+    return evaluate.refusal and f"{evaluate.refusal}, of {functions[-1]}"
+
+
+def _value(array: Any, axes: str) -> Value:
+    """An array of the logits as tiles of it are: floating numbers in float32."""
+    value = squeezed(Value(array, axes))
+    if value.axes == "BNTS" or not jnp.issubdtype(array.dtype, jnp.floating):
+        return value
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return value._replace(array=jax.ShapeDtypeStruct(value.array.shape, np.float32))
+    return value._replace(array=value.array.astype(np.float32))
 
 
 def _dtypes(values: list[Value]) -> tuple[np.dtype, ...]:
@@ -134,12 +165,26 @@ def _dtypes(values: list[Value]) -> tuple[np.dtype, ...]:
     return np.dtype(np.float32), *[np.dtype(np.int32)] * 2, *(np.dtype(value.array.dtype) for value in values)
 
 
+def _function_of(problem: Problem, functions: tuple[ScoreFunction, ...]) -> Callable[..., Any]:
+    bias = None if problem.bias is None else "of pairs" if problem.has_bias_of_pairs else "a value"
+    return _composed(problem.softcap, bias, tuple((f.fn, len(f.arrays)) for f in functions))
+
+
 # Cached, so that one composition is one function: `value_and_derivatives` finds it again.
 @functools.lru_cache(maxsize=256)
-def _composed(softcap: float | None, functions: tuple[tuple[Callable[..., Any], int], ...]) -> Callable[..., Any]:
-    """The function (s, q, k, *values) of a scalar; values are the arrays of each function, its b and its n."""
+def _composed(
+    softcap: float | None, bias: str | None, functions: tuple[tuple[Callable[..., Any], int], ...]
+) -> Callable[..., Any]:
+    """The function (s, q, k, *values) of a scalar; values are the bias, and the arrays, b and n of each function.
+
+    A bias of pairs is in `s` already; then `s` may be -inf.
+    """
 
     def run(s: Any, q: Any, k: Any, *values: Any) -> Any:
+        of_bias, values = (values[0], values[1:]) if bias == "a value" else (None, values)
+        if bias == "of pairs":
+            of_bias = jnp.float32(-0.0)  # No number changes by it, so that it costs no instruction.
+
         def steps(s: Any, _: Any) -> Any:
             rest = list(values)
             for fn, count in functions:
@@ -147,6 +192,6 @@ def _composed(softcap: float | None, functions: tuple[tuple[Callable[..., Any], 
                 s = fn(s, b, n, q, k, *arrays)
             return jnp.asarray(s)
 
-        return logits(s, scale=1.0, bias=None, cap=softcap, steps=steps if functions else None, allowed=None)
+        return logits(s, scale=1.0, bias=of_bias, cap=softcap, steps=steps if functions else None, allowed=None)
 
     return run

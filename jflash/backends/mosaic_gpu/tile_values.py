@@ -24,6 +24,17 @@ AXES = frozenset(("B", "BN", "BT", "BS", "BNT", "BNS"))
 DTYPES = frozenset(np.dtype(dtype) for dtype in (np.bool_, np.int32, np.float32))
 
 
+def squeezed(value: Value) -> Value:
+    """Of an array for pairs of query and key what is the same along a length, without the axis of that length."""
+    if value.axes != "BNTS":
+        return value
+    kept = [i for i, (axis, size) in enumerate(zip(value.axes, value.array.shape)) if axis in "BN" or size > 1]
+    shape, axes = tuple(value.array.shape[i] for i in kept), "".join(value.axes[i] for i in kept)
+    array = value.array
+    is_described = isinstance(array, jax.ShapeDtypeStruct)
+    return Value(jax.ShapeDtypeStruct(shape, array.dtype) if is_described else array.reshape(shape), axes)
+
+
 class TileValues:
     """Some of these arrays, on tiles of queries by keys, or of keys by queries where the map is transposed."""
 

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import heapq
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
 from jflash.backends.mosaic_gpu.terms import is_plain
+from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
 from jflash.masks.tile_map import TileMap
@@ -20,6 +22,12 @@ _SHORT, _SHORT_EVEN = 1280, 4096
 # The forward kernel has so many bytes of K and V, the backward kernel so many queries side by side, of several heads
 # (docs/decisions.md, 2026-11-30).
 _FORWARD_CACHE_BYTES, _BACKWARD_TOKENS = 16 * 2**20, 16384
+_ITEM_BYTES = 2  # of q, k and v
+
+
+def _columns(size: int) -> int:
+    """Columns of the chunks that hold a row of so many."""
+    return CHUNK * chunks(size)
 
 
 def _check(**found: tuple[object, tuple]) -> None:
@@ -78,6 +86,11 @@ class ForwardTiles:
         """Tiles of Q that shared memory holds for each warpgroup: a second one for the next row of tiles."""
         return 1 if self.blocks is None else 2
 
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of Q, K and V."""
+        H, Hv = _columns(H), _columns(Hv)
+        return _ITEM_BYTES * (self.q_stages * self.block_q * max(H, Hv) + self.stages * self.block_k * (H + Hv))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiles:
@@ -112,6 +125,11 @@ class BackwardTiles:
         if self.dk_in_flight and self.q_stages == 1:
             # The slot of a step's Q is free in the next step, which would wait for its own Q there forever.
             raise ArgumentError("tiles", found="dk_in_flight=True with q_stages=1", wanted="q_stages=2 with it")
+
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of K, V, Q and dO."""
+        q_rows, do_rows = (stages * self.block_q for stages in (self.q_stages, self.do_stages))
+        return _ITEM_BYTES * ((self.block_k + q_rows) * _columns(H) + (self.block_k + do_rows) * _columns(Hv))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +168,11 @@ class DqTiles:
         """Queries of a block of threads."""
         return self.warpgroups * WARPGROUP_ROWS
 
+    def operand_bytes(self, H: int, Hv: int) -> int:
+        """Shared memory of Q, dO, K and V."""
+        k_rows, v_rows = (self.block_q + stages * self.block_k for stages in (self.k_stages, self.v_stages))
+        return _ITEM_BYTES * (k_rows * _columns(H) + v_rows * _columns(Hv))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
@@ -180,23 +203,40 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     block, mask = WARPGROUP_ROWS, problem.mask.mask
     tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=block, block_k=block)
     masked, has_lists = not tile_map.is_all_full, tile_map.form == "lists"
-    # Columns of the chunks that hold a row of Q or K, and of those that hold one of V.
-    H, Hv = CHUNK * chunks(problem.H), CHUNK * chunks(problem.Hv)
-    key_values, plain = sum("S" in value.axes for value in mask.values()), is_plain(problem)
+    H, Hv = _columns(problem.H), _columns(problem.Hv)
+    key_values = sum("S" in value.axes for value in mask.values())
+    pair_bytes = bytes_of_pairs(problem)
+    plain = is_plain(problem) and not problem.has_bias_of_pairs
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
-        traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
+        traits = {
+            "masked": masked,
+            "plain": plain,
+            "has_lists": has_lists,
+            "key_values": key_values,
+            "pair_bytes": pair_bytes,
+        }
         forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
     return HopperTiles(
         forward=forward,
         backward=dataclasses.replace(
-            _backward_tiles(H, Hv, few_registers=has_lists or not plain),
+            _backward_tiles(H, Hv, few_registers=has_lists or not plain, pair_bytes=pair_bytes),
             head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
         ),
-        backward_dq=_dq_tiles(H, Hv, plain=plain, head_group=head_group),
+        backward_dq=_dq_tiles(H, Hv, plain=plain, pair_bytes=pair_bytes, head_group=head_group),
     )
+
+
+def bytes_of_pairs(problem: Problem) -> int:
+    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
+    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
+
+
+def has_booleans_of_pairs(problem: Problem) -> bool:
+    """Whether the mask holds a boolean for each pair of query and key, not just for each of the one or the other."""
+    return any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
 
 
 def _forward_head_group(problem: Problem, columns: int) -> int:
@@ -216,7 +256,10 @@ def _power_of_two(most: int) -> int:
 
 def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
     """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles."""
-    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q.
+    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q, nor is there
+    # beside a bias of pairs.
+    if problem.has_bias_of_pairs:
+        return None
     if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
         return None
     # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
@@ -284,7 +327,7 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
 
 
 def _forward_tiles(
-    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, head_group: int
+    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, pair_bytes: int, head_group: int
 ) -> ForwardTiles:
     if max(H, Hv) <= 64 and plain:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
@@ -294,31 +337,72 @@ def _forward_tiles(
     # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
     widest_qk = 192 if key_values < 2 and plain else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
-    return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
+    block_q, stages = 2 * WARPGROUP_ROWS, 2
+    if pair_bytes:
+        candidates = (block_k, 2), (64, 2), (64, 1)
+        block_k, stages = _largest(
+            candidates,
+            lambda block_k, stages: (
+                2 * (block_q * max(H, Hv) + stages * block_k * (H + Hv)) + block_q * block_k * pair_bytes
+            ),
+        )
+    return ForwardTiles(warpgroups=2, block_k=block_k, stages=stages, head_group=head_group)
 
 
-def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
+def _backward_tiles(H: int, Hv: int, *, few_registers: bool, pair_bytes: int) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0), with other
     # logits than q · k up to 700.
     if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
-        return BackwardTiles(block_q=64)
+        q_stages, do_stages = 2, 2
+        if pair_bytes:
+            # K, V, Q, dO, dS and dQ; of the bias and the mask what belongs to all of a block.
+            q_stages, do_stages = _largest(
+                _STAGES,
+                lambda q, do: 2 * (128 * (H + Hv) + 64 * (q * H + do * Hv + q * 128)) + 32768 + 8192 * pair_bytes,
+            )
+        return BackwardTiles(block_q=64, q_stages=q_stages, do_stages=do_stages)
     # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
     # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
     # after the last.
     columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
+    q_stages, do_stages = 2, 2 if columns <= 384 else 1
+    if pair_bytes:
+        H, Hv = (2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
+        q_stages, do_stages = _largest(
+            _STAGES, lambda q, do: 128 * (H + Hv + q * H + do * Hv + 128) + 32768 + 4096 * pair_bytes
+        )
+    return BackwardTiles(block_q=64, block_k=64, q_stages=q_stages, do_stages=do_stages)
 
 
-def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
+def _dq_tiles(H: int, Hv: int, *, plain: bool, pair_bytes: int, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
     # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor at 128
     # would what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages
     # of K and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there,
     # that of K only after dQ.
-    return DqTiles(
-        block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
-        v_stages=2 if H + Hv <= 448 else 1,
-        head_group=head_group,
-    )
+    block_k = 128 if max(H, Hv) <= (128 if plain else 64) else 64
+    k_stages, v_stages = 2, 2 if H + Hv <= 448 else 1
+    if pair_bytes:
+        k_stages, v_stages = _largest(
+            _STAGES, lambda k, v: 256 * (H + Hv) + 2 * block_k * (k * H + v * Hv) + 128 * block_k * pair_bytes
+        )
+    return DqTiles(block_k=block_k, k_stages=k_stages, v_stages=v_stages, head_group=head_group)
+
+
+# Stages of Q and dO, or of K and V, the best first.
+_STAGES = (2, 2), (2, 1), (1, 1)
+# What tiles may take of shared memory: 3 to 4 KiB more are barriers, statistics, sums and indices.
+_TILE_BYTES = 224 * 2**10
+
+
+def _largest(candidates: Sequence[tuple[int, int]], tile_bytes: Callable[[int, int], int]) -> tuple[int, int]:
+    """The first of the candidates that fits shared memory; if none does, the last, which `fits_pairs` has looked at."""
+    return next((own for own in candidates if tile_bytes(*own) < _TILE_BYTES), candidates[-1])
+
+
+def fits_pairs(problem: Problem) -> bool:
+    """Whether the kernels have room for what the problem has for each pair: that for a bias's cotangent has least."""
+    columns = CHUNK * (chunks(problem.H) + chunks(problem.Hv))
+    return 2 * (2 * WARPGROUP_ROWS + 64) * columns + 2 * WARPGROUP_ROWS * 64 * bytes_of_pairs(problem) <= _TILE_BYTES

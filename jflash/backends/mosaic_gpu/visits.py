@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 
 from jflash.backends.mosaic_gpu.elementwise import Elementwise
+from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
 from jflash.backends.mosaic_gpu.primitives import i32
-from jflash.backends.mosaic_gpu.tile_values import TileValues, tile_indices
+from jflash.backends.mosaic_gpu.tile_values import TileValues, squeezed, tile_indices
 from jflash.masks.mask import Mask, TileKind
 from jflash.masks.tile_map import TileMap, lists_of, union
 
@@ -46,13 +47,25 @@ class TileVisits:
       tile_map: rows are the blocks of threads.
       parts: warpgroups that share the rows of a block evenly; each has its own part of the partial tiles where these
         are known by arithmetic.
+      warpgroups, split: as of `PairTiles`.
+
+    Attributes:
+      is_masked: some tiles may be partial.
+      pairs: what of the mask has a boolean for each pair, as 0 and 1.
     """
 
-    def __init__(self, tile_map: TileMap, *, parts: int):
+    def __init__(self, tile_map: TileMap, *, parts: int, warpgroups: int, split: str):
         self._map, self._parts = tile_map, parts
         block = "block_k" if tile_map.transpose else "block_q"
         self._part_map = dataclasses.replace(tile_map, **{block: getattr(tile_map, block) // parts})
-        self._values = TileValues(tile_map.mask.values(), tile_map)
+        values = [squeezed(value) for value in tile_map.mask.values()]
+        of_pairs = [value.array for value in values if value.axes == "BNTS"]
+        # 16 bits, since no layout in registers takes eight of each thread's pairs of columns.
+        array = jnp.asarray(of_pairs[0]).astype(jnp.bfloat16) if of_pairs else None
+        self.pairs = PairTiles("mask", array, tile_map, warpgroups=warpgroups, split=split)
+        # Where among the values its tile belongs.
+        self._pairs_at = next((i for i, value in enumerate(values) if value.axes == "BNTS"), None)
+        self._values = TileValues([value for value in values if value.axes != "BNTS"], tile_map)
         # What of `operands()` says which tiles to visit: the values, or the two arrays of the lists.
         self._visit_count = self._values.count if tile_map.form == "runs" else 2
         self.is_masked = not self._part_map.is_all_full
@@ -64,7 +77,7 @@ class TileVisits:
 
     def operands(self) -> tuple[jax.Array, ...]:
         """The arrays that a kernel needs of the mask, for `of_row` and for `allowed`."""
-        values = self._values.operands()
+        values = *self._values.operands(), *self.pairs.operands()
         if self._map.form == "runs":
             rows = (value.expanded().reshape(-1) for value in self._map.mask.values())
             return tuple(jnp.asarray(array, jnp.int32) for array in rows) + values
@@ -76,7 +89,7 @@ class TileVisits:
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._visit_count + self._values.count
+        count = self._visit_count + self._values.count + self.pairs.count
         return refs[:count], refs[count:]
 
     def of_row(self, refs: tuple[Any, ...], *, b: Any, row: Any, part: Any) -> Visits:
@@ -115,6 +128,7 @@ class TileVisits:
         q_at: Any,
         k_at: Any,
         shape: tuple[int, int],
+        pairs: jax.Array | None,
     ) -> jax.Array:
         """Which pairs of a tile attend: queries by keys, or keys by queries where the map is transposed.
 
@@ -123,10 +137,13 @@ class TileVisits:
           column_ids: as of `tile_indices`.
           b, n: the batch row and the query head.
           q_at, k_at: the first query and the first key of the tile.
+          pairs: its part of `pairs`, or None.
         """
         place = {"q_at": q_at, "k_at": k_at, "shape": shape}
         q, k = tile_indices(column_ids, **place, transpose=self._map.transpose)
-        values = self._values.on_tile(refs[self._visit_count :], b=b, n=n, **place)
+        values = self._values.on_tile(refs[self._visit_count :][: self._values.count], b=b, n=n, **place)
+        if pairs is not None:
+            values.insert(self._pairs_at, pairs != 0)
         allowed = self._evaluate(q, k, *values)
         if self._map.S % self._map.block_k:
             allowed &= k < self._map.S

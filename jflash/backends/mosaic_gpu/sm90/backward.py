@@ -7,12 +7,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS
+from jflash.backends.mosaic_gpu.sm90.backward_bias import d_bias
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
-from jflash.backends.protocol import Gradients, Operands, learned_arrays
+from jflash.backends.protocol import Gradients, Operands, gradient_axes, learned_arrays
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
 from jflash.numerics.varying import like
 from jflash.problem import Problem
@@ -52,7 +53,9 @@ def backward(
             d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
             d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
-    gradients = Gradients(d_q, d_k, d_v, _sums(problem, sums, learned_arrays(problem, operands)))
+        of_pairs = (d_bias(problem, operands, statistics, d_out),) if kernel.terms.learns_pairs else ()
+    learned = learned_arrays(problem, operands)
+    gradients = Gradients(d_q, d_k, d_v, (*of_pairs, *_sums(problem, sums, learned[len(of_pairs) :])))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -74,9 +77,14 @@ def _with_dq(
 
 
 def _sums(problem: Problem, sums: list[Float[Array, "parts B N padded_S"]], learned: list[tuple[Array, str]]) -> tuple:
-    """`Gradients.functions` from the parts of the sums over queries."""
-    whole = (own[..., : problem.S].sum(0) for own in sums)
-    return tuple(own if "S" in axes else own.sum(-1) for own, (_, axes) in zip(whole, learned, strict=True))
+    """`Gradients.values` from the parts of the sums over queries."""
+    sizes = {"B": problem.B, "N": problem.N, "S": problem.S}
+
+    def of(x: Array, axes: str) -> Array:
+        x = x[..., : problem.S].sum(0)
+        return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
+
+    return tuple(of(x, gradient_axes(*leaf)) for x, leaf in zip(sums, learned, strict=True))
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:

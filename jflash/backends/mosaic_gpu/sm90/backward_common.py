@@ -6,7 +6,7 @@ scale and -delta by TMA.
 
 -lse / scale and -delta are where the accumulators of S and dP start: no instruction subtracts them, and -inf instead of
 the former masks a pair before its matmul begins. Where logits are more than q · k times the scale, S starts at 0, and
--lse and the mask come after what makes the logits of it.
+-lse and the mask come after what makes the logits of it. A bias of pairs by the scale is added to where S starts.
 """
 
 import abc
@@ -123,12 +123,14 @@ class BackwardKernel(abc.ABC):
 
     Attributes:
       sum_parts: parts in which a block of threads sums over queries, each of other queries.
+      split: "S" where the warpgroups split the keys of a tile of logits, "T" where its queries.
     """
 
     kernel_name: str
     qk: Pieces
     vo: Pieces
     sum_parts: int
+    split: str
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         self.problem, self.operands, self.with_dq = problem, operands, with_dq
@@ -138,8 +140,9 @@ class BackwardKernel(abc.ABC):
         lengths = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": self.block_k}
         tile_map = TileMap(mask=operands.mask, transpose=True, **lengths)
         # One part for both warpgroups: what is the same in all threads takes no registers of a thread.
-        self.visits = TileVisits(tile_map, parts=1)
-        self.terms = TileTerms(problem, operands, tile_map)
+        split = {"warpgroups": WARPGROUPS, "split": self.split}
+        self.visits = TileVisits(tile_map, parts=1, **split)
+        self.terms = TileTerms(problem, operands, tile_map, **split)
         self.scale_log2 = self.terms.unit * LOG2_E
 
     @property
@@ -216,6 +219,8 @@ class BackwardKernel(abc.ABC):
                 "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
+                **self.visits.pairs.scratch(),
+                **self.terms.pairs.scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -275,20 +280,31 @@ class BackwardKernel(abc.ABC):
 
             pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
+            place = {"b": block.b, "n": at.head, "q_at": at.q_at, "k_at": block.k_at}
+            self.visits.pairs.load(block.mask_refs, s, i, **place)
+            self.terms.pairs.load(block.term_refs, s, i, **place)
 
         steps.loop(step)
+        self.visits.pairs.see_releases(s, steps.count)
+        self.terms.pairs.see_releases(s, steps.count)
         see_releases(s.q_free, stages=self.q_stages, count=steps.count)
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
     # Where the accumulators of S and dP start, for a tile of keys by queries, transposed ------------------------------
     # `q_from` is the first query of the tile within the step, `k_at` the first key.
 
-    def _s_start(self, block: Block, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
-        """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made."""
-        if not self.terms.is_plain:
-            return jnp.zeros(shape, jnp.float32)
-        start = self._statistic(block, slot, 0, q_from, shape)
-        return self._allowed_or(-jnp.inf, start, block, step, q_from=q_from, k_at=k_at)
+    def _s_start(self, block: Block, warpgroup, slot, step: Step, *, q_from, k_at, shape: tuple[int, int]):
+        """-lse / scale, or -inf where the mask does not allow a pair; 0 where the logits are still to be made.
+
+        And a bias of pairs by the scale more.
+        """
+        plain = self.terms.is_plain
+        start = self._statistic(block, slot, 0, q_from, shape) if plain else jnp.zeros(shape, jnp.float32)
+        with self.terms.pairs.reading(block.s, warpgroup):
+            start = self.terms.biased(start, block.s, warpgroup)
+        if not plain:
+            return start
+        return self._allowed_or(-jnp.inf, start, block, warpgroup, step, q_from=q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta; 0 where dropout comes before it."""
@@ -303,18 +319,22 @@ class BackwardKernel(abc.ABC):
     def _ids(self, block: Block, shape: tuple[int, int]):
         return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
 
-    def _allowed_or(self, other: float, x, block: Block, step: Step, *, q_from, k_at):
+    def _allowed_or(self, other: float, x, block: Block, warpgroup, step: Step, *, q_from, k_at):
         """The tile, with another value where the mask does not allow a pair."""
 
         def masked(x):
             place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "shape": x.shape}
+            place["pairs"] = self.visits.pairs.part(block.s, warpgroup)
             return jnp.where(self.visits.allowed(block.mask_refs, self._ids(block, x.shape), **place), x, other)
 
-        return lax.cond(step.is_partial, masked, lambda x: x, x) if self.visits.is_masked else x
+        if not self.visits.is_masked:
+            return x
+        with self.visits.pairs.reading(block.s, warpgroup):
+            return lax.cond(step.is_partial, masked, lambda x: x, x)
 
     # From S and dP to P and dS ----------------------------------------------------------------------------------------
 
-    def _p_and_ds(self, block: Block, slot, step: Step, s, dp, *, q_from, k_at, sums_from, sum_part):
+    def _p_and_ds(self, block: Block, warpgroup, slot, step: Step, s, dp, *, q_from, k_at, sums_from, sum_part):
         """P after dropout, and dS by scale · qk; adds to the sums of the learned values.
 
         `sums_from` is where the keys of the tile stand among those of the block.
@@ -323,7 +343,7 @@ class BackwardKernel(abc.ABC):
         ids = self._ids(block, s.shape)
         logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
-        p = self._allowed_or(0.0, p, block, step, q_from=q_from, k_at=k_at)
+        p = self._allowed_or(0.0, p, block, warpgroup, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
         if self.terms.dropout is not None:
             dp += self._statistic(block, slot, 1, q_from, s.shape)

@@ -36,6 +36,7 @@ class NarrowBackward(BackwardKernel):
 
     kernel_name = "jflash_backward_sm90"
     sum_parts = 1
+    split = "S"
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
@@ -99,7 +100,7 @@ class NarrowBackward(BackwardKernel):
             # Both accumulators before both matmuls: ptxas waits for all of them before it lets other instructions
             # write registers of accumulators. S is written before dP is read: with both in registers while dK is in
             # flight, ptxas serialises the matmuls of the causal kernel at H=64.
-            s_ref[...] = self._s_start(block, slot, at, q_from=0, k_at=k_at, shape=self.s_shape)
+            s_ref[...] = self._s_start(block, own, slot, at, q_from=0, k_at=k_at, shape=self.s_shape)
             dp_ref[...] = self._dp_start(block, slot, q_from=0, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, own_rows), self.qk.refs(q.at[slot])):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
@@ -114,7 +115,7 @@ class NarrowBackward(BackwardKernel):
                 return p.astype(dtype), p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             keys = {"q_from": 0, "k_at": k_at, "sums_from": own * WARPGROUP_ROWS, "sum_part": 0}
-            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            p, ds = self._p_and_ds(block, own, slot, at, s_tile, dp, **keys)
             return p.astype(dtype), ds
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)

@@ -25,6 +25,7 @@ class WideBackward(BackwardKernel):
 
     kernel_name = "jflash_backward_wide_sm90"
     sum_parts = WARPGROUPS
+    split = "T"
 
     def __init__(self, problem: Problem, tiles: HopperTiles, operands: Operands, *, with_dq: bool):
         super().__init__(problem, tiles, operands, with_dq=with_dq)
@@ -88,7 +89,7 @@ class WideBackward(BackwardKernel):
         def s_and_dp(s_ref, dp_ref):
             # Both accumulators before both matmuls, as in the narrow kernel.
             place = {"q_from": q_from, "k_at": block.k_at}
-            s_ref[...] = self._s_start(block, slot, at, **place, shape=self.s_shape)
+            s_ref[...] = self._s_start(block, own, slot, at, **place, shape=self.s_shape)
             dp_ref[...] = self._dp_start(block, slot, q_from=q_from, shape=self.s_shape)
             for k_piece, q_piece in zip(self.qk.refs(k, zero=zero), self.qk.refs(q.at[slot], own_queries)):
                 plgpu.wgmma(s_ref, k_piece, q_piece.T)
@@ -101,7 +102,7 @@ class WideBackward(BackwardKernel):
                 return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             keys = {"q_from": q_from, "k_at": block.k_at, "sums_from": 0, "sum_part": own}
-            p, ds = self._p_and_ds(block, slot, at, s_tile, dp, **keys)
+            p, ds = self._p_and_ds(block, own, slot, at, s_tile, dp, **keys)
             return p.astype(dtype), ds.astype(dtype)
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)

@@ -28,6 +28,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
     LOG2_E,
+    PART_COLUMNS,
     WARPGROUP_ROWS,
     Pieces,
     along_rows,
@@ -55,8 +56,6 @@ from jflash.problem import Problem
 # How far a row maximum may grow, in powers of two, before the accumulators are rescaled: p stays below 2^8, which 16
 # bits hold at full precision.
 _RESCALE_LOG2 = 8.0
-# Columns of a tile whose logits are made of products at a time.
-_COLUMNS = 32
 
 
 def forward(problem: Problem, tiles: HopperTiles, operands: Operands) -> Attended:
@@ -132,8 +131,9 @@ class _Forward:
             # Out would lie over the next Q of another warpgroup.
             raise ArgumentError("tiles", found=f"blocks={self.tiles.blocks} with Hv != H", wanted="blocks=None there")
         tile_map = TileMap(mask=operands.mask, T=problem.T, S=problem.S, block_q=self.block_q, block_k=self.block_k)
-        self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups)
-        self.terms = TileTerms(problem, operands, tile_map)
+        split = {"warpgroups": self.tiles.warpgroups, "split": "T"}
+        self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups, **split)
+        self.terms = TileTerms(problem, operands, tile_map, **split)
         self.stores_float32 = _stores_float32(problem, self.tiles)
         # The merge adds the sinks itself.
         self.sinks = None if self.stores_float32 else operands.sinks
@@ -143,7 +143,7 @@ class _Forward:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
-        column_ids = np.arange(_COLUMNS, dtype=np.int32)
+        column_ids = np.arange(PART_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
@@ -179,7 +179,7 @@ class _Forward:
                 "k": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.qk, dtype)),
                 "v": plgpu.RefUnion(*smem_pieces((stages,), self.block_k, self.vo, dtype)),
                 "lse": plgpu.SMEM((warpgroups, WARPGROUP_ROWS), jnp.float32),
-                "ids": plgpu.SMEM((_COLUMNS,), jnp.int32),
+                "ids": plgpu.SMEM((PART_COLUMNS,), jnp.int32),
                 "q_full": barrier(num_arrivals=self.qk.count, num_barriers=q_slots),
                 "q_free": barrier(num_barriers=q_slots),
                 "k_full": barrier(num_arrivals=self.qk.count, num_barriers=stages),
@@ -188,6 +188,8 @@ class _Forward:
                 "v_free": free,
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
+                **self.visits.pairs.scratch(),
+                **self.terms.pairs.scratch(),
             },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
@@ -229,13 +231,15 @@ class _Forward:
 
             def load(place, number, start):
                 tile = tile_at(place, number, start)
-                load_tile = functools.partial(self._load, tile, q_g, k_g, v_g, s)
+                load_tile = functools.partial(self._load, tile, (q_g, k_g, v_g), g, s)
                 load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 
             tiles, steps = self._each_tile(load)
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
+            self.visits.pairs.see_releases(s, steps)
+            self.terms.pairs.see_releases(s, steps)
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
@@ -291,8 +295,9 @@ class _Forward:
 
     # The warpgroup that loads -----------------------------------------------------------------------------------------
 
-    def _load(self, tile: "_Tile", q_g, k_g, v_g, s: types.SimpleNamespace) -> None:
+    def _load(self, tile: "_Tile", inputs, g: types.SimpleNamespace, s: types.SimpleNamespace) -> None:
         stages, visits = self.tiles.stages, tile.visits
+        q_g, k_g, v_g = inputs
         q_tma = s.q_and_out[0]
         for w in range(self.tiles.warpgroups):
             slot = self._q_slot(w, tile.number)
@@ -310,13 +315,22 @@ class _Forward:
 
         key = k_g, s.k[0], self.qk, s.k_full, s.k_free
         value = v_g, s.v[0], self.vo, s.v_full, s.v_free
+
+        def load_pairs(i):
+            place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
+            self.visits.pairs.load(g.mask, s, tile.start + i, **place)
+            self.terms.pairs.load(g.terms, s, tile.start + i, **place)
+
         load(i32(0), *key)
+        load_pairs(i32(0))
 
         @pl.loop(0, visits.count)
         def _(i):
             # K one tile ahead of V: its slot is free half a step earlier.
             pl.when(i + 1 < visits.count)(lambda: load(i + 1, *key))
             load(i, *value)
+            # Last, since its place is free as soon as logits have been made, which wait for K alone.
+            pl.when(i + 1 < visits.count)(lambda: load_pairs(i + 1))
 
     def _slot(self, i: Any) -> Any:
         return slot_of(i, self.tiles.stages)
@@ -327,7 +341,7 @@ class _Forward:
         q_mma = s.q_and_out[1]
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
-        logits = functools.partial(self._logits, tile, g, s.ids, q_at)
+        logits = functools.partial(self._logits, tile, g, s, warpgroup, q_at)
         dropped = functools.partial(self._dropped, tile, g, q_at)
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
         o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, dropped, q_mma, slot, s), *accumulators)
@@ -488,43 +502,50 @@ class _Forward:
             parts = [x + y for x, y in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
         return p, parts[0]
 
-    def _logits(self, tile: "_Tile", g: types.SimpleNamespace, ids_s, q_at, s, i):
+    def _logits(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup, q_at, x, i):
         """The logits / unit of the i-th visited tile from its products; -inf at masked pairs."""
         column = tile.visits.column(i)
         head = {"b": tile.b, "n": tile.n, "q_at": q_at}
 
-        def logits(x, k_at):
-            return self.terms.of(g.terms, x, plgpu.load(ids_s, layout=BY_COLUMN), **head, k_at=k_at)
+        def logits(x, k_at, columns):
+            x = self.terms.biased(x, s, warpgroup, columns)
+            if self.terms.is_plain:
+                return x
+            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **head, k_at=k_at)
 
-        def masked(x, k_at):
-            ids = plgpu.load(ids_s, layout=BY_COLUMN)
-            allowed = self.visits.allowed(g.mask, ids, **head, k_at=k_at, shape=x.shape)
-            return jnp.where(allowed, x, -jnp.inf)
+        def masked(x, k_at, columns):
+            place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
+            ids = plgpu.load(s.ids, layout=BY_COLUMN)
+            return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
 
-        if not self.terms.is_plain:
-            s = self._by_columns(logits, column, s)
+        if self.terms.pairs or not self.terms.is_plain:
+            with self.terms.pairs.reading(s, warpgroup):
+                x = self._by_columns(logits, column, x)
         if not self.visits.is_masked:
-            return s
+            return x
         all_masked = functools.partial(self._by_columns, masked, column)
-        return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda s: s, s)
+        with self.visits.pairs.reading(s, warpgroup):
+            return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda x: x, x)
 
     def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, q_at, p, i):
         """p of the i-th visited tile after dropout."""
         if self.terms.dropout is None:
             return p
 
-        def dropped(x, k_at):
+        def dropped(x, k_at, _):
             (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
             return x
 
         return self._by_columns(dropped, tile.visits.column(i), p)
 
-    def _by_columns(self, part: Callable[[Any, Any], Any], column: Any, x: Any) -> Any:
-        """Some columns of a tile after the other, each by `part(x, its first key)`.
+    def _by_columns(self, part: Callable[[Any, Any, slice], Any], column: Any, x: Any) -> Any:
+        """Some columns of a tile after the other, each by `part(x, its first key, which columns)`.
 
         What a mask needs of each takes a quarter of a register, or half of one with segments, and at H=64 a thread has
         160. With all 128 columns at a time ptxas 13.0 spills 168 bytes there.
         """
-        starts = range(0, self.block_k, _COLUMNS)
-        parts = (lax.slice(x, (0, at), (WARPGROUP_ROWS, at + _COLUMNS)) for at in starts)
-        return lax.concatenate([part(own, column * self.block_k + at) for own, at in zip(parts, starts)], 1)
+        starts = range(0, self.block_k, PART_COLUMNS)
+        parts = (lax.slice(x, (0, at), (WARPGROUP_ROWS, at + PART_COLUMNS)) for at in starts)
+        first = column * self.block_k
+        done = [part(own, first + at, slice(at, at + PART_COLUMNS)) for own, at in zip(parts, starts)]
+        return lax.concatenate(done, 1)

@@ -1,6 +1,7 @@
 """A cache of keys and values, and attention of new queries to it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -11,6 +12,7 @@ from jflash.api import flash_attention
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks import Causal, KeyRange, Mask
 from jflash.masks.arrays import at_least_1, is_int
+from jflash.scores import by_position
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +86,16 @@ class KVCache:
     def positions(self, T: int) -> Int[Array, "B T"]:
         """The positions of the next T tokens of each row."""
         return self.length[:, None] + jnp.arange(T, dtype=jnp.int32)
+
+    def slot_positions(self) -> Int[Array, "B S"]:
+        """The position of the token in each slot; of a slot that holds none yet, a number without meaning."""
+        S = self.k.shape[1]
+        slot = jnp.arange(S, dtype=jnp.int32)
+        if self.window is None:
+            return jnp.broadcast_to(slot, (self.length.shape[0], S))
+        # In a ring the last token of a slot is the one that is there.
+        last = self.length[:, None] - 1
+        return last - (last - slot) % S
 
     def append(self, k: Float[Array, "B T K H"], v: Float[Array, "B T K Hv"] | None = None) -> Self:
         """The cache with T more tokens in each row.
@@ -168,6 +180,9 @@ def decode_attention(
     cache: KVCache,
     *,
     softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    score_fn: Callable[..., Array] | None = None,
+    score_args: tuple[Any, ...] = (),
     sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     backend: str = "auto",
@@ -177,6 +192,8 @@ def decode_attention(
     Args:
       q: queries of the T tokens that were appended last.
       cache: what `append` or `fill` gave.
+      alibi_slopes, score_fn, score_args: as of `flash_attention`, where q and k are the positions of the tokens, in
+        whatever slots they are.
       softcap, sinks, scale, backend: as of `flash_attention`.
 
     Returns:
@@ -193,9 +210,14 @@ def decode_attention(
       (1, 2, 2, 8)
     """
     values = cache.k if cache.v is None else cache.v
+    T = q.shape[1]
+    positions = {"q_positions": cache.positions(T) - T, "k_positions": cache.slot_positions()}
+    scores = {"alibi_slopes": alibi_slopes, "score_fn": score_fn, "score_args": score_args}
     out = flash_attention(
-        q, cache.k, values, mask=cache.mask(q.shape[1]), softcap=softcap, sinks=sinks, scale=scale, backend=backend
-    )
+        q, cache.k, values,
+        mask=cache.mask(T), softcap=softcap, sinks=sinks, scale=scale, backend=backend,
+        **by_position(q, **positions, **scores),
+    )  # fmt: skip
     return jnp.where(cache.is_lost[:, None, None, None], jnp.nan, out)
 
 

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.config import AttentionConfig
+from jflash.nn.dropout import DropoutLayer
 
 
-class Attention(nnx.Module):
+class Attention(DropoutLayer):
     """Multi-head attention with projections, for `flax.nnx`; `jflash.nn.linen.Attention` computes the same.
 
     Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
@@ -22,7 +23,10 @@ class Attention(nnx.Module):
       config: what it computes.
       features: of the tokens, in and out.
       kv_features: of the context in cross-attention; None means as `features`.
-      rngs: for the parameters.
+      deterministic: whether calls drop no weights; None means that each call says it. Only with
+        `config.dropout_rate` does it matter. (It is Flax's word for that; gradients of kernels are another matter.)
+      rngs: for the parameters, and its stream "dropout" for the keys of dropout.
+      keep_rngs: whether the layer keeps a stream of keys of its own, so that calls need bring none.
 
     Example:
       >>> from flax import nnx
@@ -33,7 +37,16 @@ class Attention(nnx.Module):
       (2, 30, 96)
     """
 
-    def __init__(self, config: AttentionConfig, features: int, *, kv_features: int | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        features: int,
+        *,
+        kv_features: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ):
         self.config = config
         kv_features = features if kv_features is None else kv_features
         heads, kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
@@ -45,6 +58,8 @@ class Attention(nnx.Module):
         self.key_norm = nnx.data(self._norm(rngs))
         zeros = jnp.zeros((config.num_heads,), config.param_dtype)
         self.sinks = nnx.data(nnx.Param(zeros, **self._named("heads")) if config.sinks else None)
+        # Last, as in Flax's layer: keys of the parameters do not depend on the rate.
+        super().__init__(config.dropout_rate, deterministic=deterministic, rngs=rngs, keep_rngs=keep_rngs)
 
     def __call__(
         self,
@@ -53,6 +68,8 @@ class Attention(nnx.Module):
         *,
         mask: Mask | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T features"]:
         """Self-attention of x, or cross-attention of x to a context.
 
@@ -60,7 +77,9 @@ class Attention(nnx.Module):
           x: tokens.
           context: tokens that keys and values come from; None means x.
           mask: which pairs attend, besides what the config says.
-          positions: of the tokens, for `rope`; None means 0, 1, 2 and so on.
+          positions: of the tokens, for `rope`, `alibi_slopes` and `score_fn`; None means 0, 1, 2 and so on.
+          deterministic: whether no weights are dropped; None means as the layer has it.
+          rngs: where the key of dropout comes from; None means the layer's own stream.
 
         Raises:
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
@@ -68,7 +87,9 @@ class Attention(nnx.Module):
         is_cross = context is not None
         attend = self.config.attend_across if is_cross else self.config.attend
         q, k, v = self._project(x, context if is_cross else x)
-        return self.out(attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions))
+        dropout_key = self._dropout_key(deterministic, rngs)
+        out = attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions, dropout_key=dropout_key)
+        return self.out(out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -81,8 +102,10 @@ class Attention(nnx.Module):
           lengths: how many tokens each row has, the rest being padding, which nobody sees; None means T.
 
         Raises:
-          ShapeError, DtypeError, ArgumentError: as `KVCache.fill`; the config is not causal.
+          ShapeError, DtypeError, ArgumentError: as `KVCache.fill`; the config is not causal; the layer is set to drop
+            weights.
         """
+        self._check_drops_nothing()
         out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
         return self.out(out), cache
 
@@ -90,8 +113,10 @@ class Attention(nnx.Module):
         """Self-attention of the next T tokens of each row to all tokens so far, and the cache that holds them too.
 
         Raises:
-          ShapeError, DtypeError, ArgumentError: as `KVCache.append` and `decode_attention`; the config is not causal.
+          ShapeError, DtypeError, ArgumentError: as `KVCache.append` and `decode_attention`; the config is not causal;
+            the layer is set to drop weights.
         """
+        self._check_drops_nothing()
         out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
         return self.out(out), cache
 

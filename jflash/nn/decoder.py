@@ -99,6 +99,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to the logits of the token that follows each.
 
+    If its attention has dropout, `model.train()` before training and `model.eval()` before `generate` say when.
+
     Example:
       >>> from flax import nnx
       >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate

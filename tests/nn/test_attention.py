@@ -13,7 +13,7 @@ from layer_helpers import assert_within_error_rule, normal, split
 import jflash.nn.linen
 from jflash.errors import ArgumentError, DtypeError
 from jflash.masks import Lengths, Segments
-from jflash.nn import Attention, AttentionConfig, RoPE
+from jflash.nn import Attention, AttentionConfig, RoPE, alibi_slopes
 
 B, T, S, N, K, H, FEATURES, KV_FEATURES = 2, 9, 7, 6, 3, 8, 10, 5
 
@@ -21,6 +21,13 @@ documents = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
 positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
 lengths = np.array([4, 6])
 t, s = np.arange(T)[:, None], np.arange(T)
+
+
+def uneven(s, b, n, q, k):
+    """A score that tells apart heads, rows, queries and keys, and which of two tokens comes first."""
+    of_head, of_order, of_row = (x.astype(s.dtype) for x in (n, q - 2 * k, (q + b) % 3 - k % 3))
+    return s * (1 + 0.1 * of_head) + 0.05 * of_order - 0.3 * of_row
+
 
 # Each: the config, the arguments of the call, and the pairs that attend.
 CASES = {
@@ -38,6 +45,13 @@ CASES = {
         ),
         {"mask": Segments(documents), "positions": positions},
         (s <= t) & (documents[:, None, :, None] == documents[:, None, None]),
+    ),
+    "scores_by_position": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=K, head_dim=H, softcap=2.0, alibi_slopes=alibi_slopes(N), score_fn=uneven,
+        ),
+        {"positions": 3 * positions - 1},
+        np.ones((T, T), bool),
     ),
     "cross": (
         AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H),
@@ -98,10 +112,26 @@ DECODERS = {
     "rope_window": AttentionConfig(
         num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True
     ),
-}
+    "scores": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, alibi_slopes=alibi_slopes(N), score_fn=uneven
+    ),
+    "alibi_window": AttentionConfig(
+        num_heads=N, num_kv_heads=1, head_dim=H, causal=True, window=(3, 0), alibi_slopes=alibi_slopes(N), softcap=2.0
+    ),
+    "score_fn_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(4, 0), score_fn=uneven, qk_norm="rms_norm"
+    ),
+    "all_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True,
+        alibi_slopes=alibi_slopes(N), score_fn=uneven,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param("rope", marks=pytest.mark.slow), "rope_window"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "all_window" else pytest.mark.slow) for name in DECODERS],
+)
 def test_prefill_and_steps_are_rows_of_the_full_pass(name):
     """A prompt with padding, then one and three tokens at a time; each batch row at a position of its own."""
     config = DECODERS[name]
@@ -245,6 +275,13 @@ def test_rows_split_over_explicit_axes():
     np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
 
 
+def test_slopes_are_those_of_the_paper():
+    """Of 12 heads by hand: those of 8, then the first, third, fifth and seventh of 16."""
+    assert alibi_slopes(8) == tuple(2.0**-head for head in range(1, 9))
+    assert alibi_slopes(12) == (*alibi_slopes(8), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
+    assert alibi_slopes(1) == (2.0**-8,)
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +292,8 @@ def test_rows_split_over_explicit_axes():
         ({"num_kv_heads": 0}, r"`num_kv_heads`: found 0"),
         ({"qk_norm": True}, r"`qk_norm`: found True"),
         ({"window": (1, 2, 3)}, r"`window`: found \(1, 2, 3\)"),
+        ({"alibi_slopes": (0.5, 0.25)}, r"`alibi_slopes`: found 2 numbers, wanted 6 of them"),
+        ({"alibi_slopes": (0.5,) * 5 + (np.nan,)}, r"`alibi_slopes`: found nan"),
     ],
 )
 def test_a_wrong_config_raises(arguments, wanted):
@@ -268,6 +307,8 @@ def test_a_wrong_config_raises(arguments, wanted):
         ({"causal": True}, "`causal`: found True, wanted none in cross-attention"),
         ({"window": 3}, "`window`: found 3"),
         ({"rope": RoPE()}, "`rope`: found RoPE"),
+        ({"alibi_slopes": alibi_slopes(N)}, r"`alibi_slopes`: found \(0.25"),
+        ({"score_fn": uneven}, "`score_fn`: found <function uneven"),
         ({}, "`positions`: found an array"),
     ],
 )

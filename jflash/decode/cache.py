@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.api import flash_attention
@@ -114,6 +115,8 @@ class KVCache:
     ) -> Self:
         """The cache with these tokens and no others: what it held is forgotten.
 
+        On a mesh with explicit axes the slots are then split as k and v are.
+
         Args:
           k, v: tokens from position 0 on. With a window there may be more than slots: the last ones stay.
           lengths: how many of the T tokens each row has, the rest being padding; None means T.
@@ -127,7 +130,8 @@ class KVCache:
         count = jnp.full_like(self.length, T) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), T)
         if count.shape != self.length.shape:
             raise ShapeError("lengths", found=f"shape {count.shape}", wanted=f"(B,) = {self.length.shape}")
-        return self._with(k, v, first=jnp.zeros_like(self.length), count=count)
+        empty = self._beside(k, v)
+        return empty._with(k, v, first=jnp.zeros_like(empty.length), count=count)
 
     def mask(self, T: int) -> Mask:
         """What the T last tokens of each row see of the slots: themselves and the tokens before, within the window.
@@ -153,6 +157,17 @@ class KVCache:
     def is_lost(self) -> Bool[Array, " B"]:
         """Rows that have grown past the slots of a cache without a window."""
         return (self.length > self.k.shape[1]) & (self.window is None)
+
+    def _beside(self, k: Array, v: Array | None) -> Self:
+        """The cache, on a mesh with explicit axes, where k and v are; elsewhere XLA chooses."""
+        sharding = jax.typeof(k).sharding
+        if not sharding.mesh.explicit_axes:
+            return self
+        rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+        placed = {"k": reshard(self.k, sharding), "length": reshard(self.length, rows)}
+        if v is not None and self.v is not None:
+            placed["v"] = reshard(self.v, jax.typeof(v).sharding)
+        return dataclasses.replace(self, **placed)
 
     def _with(self, k: Array, v: Array | None, *, first: Array, count: Array) -> Self:
         if (v is None) != (self.v is None):

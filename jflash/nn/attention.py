@@ -10,6 +10,7 @@ from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.config import AttentionConfig
 from jflash.nn.dropout import DropoutLayer
+from jflash.nn.sharding import projected
 
 
 class Attention(DropoutLayer):
@@ -89,7 +90,7 @@ class Attention(DropoutLayer):
         q, k, v = self._project(x, context if is_cross else x)
         dropout_key = self._dropout_key(deterministic, rngs)
         out = attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions, dropout_key=dropout_key)
-        return self.out(out)
+        return projected(self.out, out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -107,7 +108,7 @@ class Attention(DropoutLayer):
         """
         self._check_drops_nothing()
         out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the next T tokens of each row to all tokens so far, and the cache that holds them too.
@@ -118,14 +119,14 @@ class Attention(DropoutLayer):
         """
         self._check_drops_nothing()
         out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     @property
     def _sinks(self) -> Float[Array, " N"] | None:
         return None if self.sinks is None else self.sinks[...]
 
     def _project(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
-        q, k, v = self.query(x), self.key(context), self.value(context)
+        q, k, v = projected(self.query, x), projected(self.key, context), projected(self.value, context)
         if self.config.qk_norm is None:
             return q, k, v
         return self.query_norm(q), self.key_norm(k), v
@@ -141,7 +142,7 @@ class Attention(DropoutLayer):
             param_dtype=config.param_dtype,
             kernel_init=config.kernel_init,
             kernel_metadata=self._named(*axes),
-            bias_metadata=self._named(*(axes[2:] if name == "out" else axes[1:])),
+            bias_metadata=self._named(*config.bias_axes(name)),
             rngs=rngs,
             **axis,
         )

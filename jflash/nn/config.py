@@ -109,6 +109,13 @@ class AttentionConfig:
         heads = "heads" if projection in ("query", "out") else "kv_heads"
         return (heads, "head_dim", "embed") if projection == "out" else ("embed", heads, "head_dim")
 
+    def bias_axes(self, projection: Literal["query", "key", "value", "out"]) -> tuple[str | None, ...]:
+        """The same of its bias. That of the output is whole on every device, since it is added to tokens.
+
+        These are split otherwise than parameters where "embed" names the devices of the batch.
+        """
+        return (None,) if projection == "out" else self.axes(projection)[1:]
+
     def attend(
         self,
         q: Float[Array, "B T N H"],

@@ -15,6 +15,7 @@ from jflash.errors import ArgumentError
 from jflash.masks import Mask
 from jflash.nn.attention import Attention
 from jflash.nn.config import AttentionConfig
+from jflash.nn.sharding import product_sharding, projected
 from jflash.numerics.precision import compute_dtype
 
 save_attention = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
@@ -69,7 +70,7 @@ class SwiGLU(nnx.Module):
         self.down = _linear(config, *reversed(sizes), axes=("hidden", "embed"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T features"]) -> Float[Array, "B T features"]:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return projected(self.down, nnx.silu(projected(self.gate, x)) * projected(self.up, x))
 
 
 class Block(nnx.Module):
@@ -130,7 +131,7 @@ class Decoder(nnx.Module):
           positions: of the tokens; None means 0, 1, 2 and so on.
         """
         run = Block.__call__ if self.config.remat is None else nnx.remat(Block.__call__, policy=self.config.remat)
-        x = self.embed(tokens)
+        x = self._embedded(tokens)
         for block in self.blocks:
             x = run(block, x, mask, positions)
         return self._logits(x)
@@ -158,16 +159,22 @@ class Decoder(nnx.Module):
         return self._logits(x), cache
 
     def _with_cache(self, tokens: Array, cache: tuple[KVCache, ...], step: Callable) -> tuple[Array, tuple]:
-        x, caches = self.embed(tokens), []
+        x, caches = self._embedded(tokens), []
         for block, own in zip(self.blocks, cache, strict=True):
             x, own = step(block, x, own)
             caches.append(own)
         return x, tuple(caches)
 
+    def _embedded(self, tokens: Array) -> Array:
+        tokens = jnp.asarray(tokens)
+        # A lookup is a product with an axis of length vocab_size that is 1 in one place.
+        sharding = product_sharding(tokens[..., None], self.embed.embedding[...], contracted=1)
+        return self.embed(tokens, out_sharding=sharding)
+
     def _logits(self, x: Array) -> Array:
-        embedding = self.embed.embedding[...].astype(x.dtype)
-        dtype = compute_dtype(x.dtype)
-        return jnp.einsum("btf,vf->btv", self.norm(x), embedding, preferred_element_type=dtype)
+        head = self.embed.embedding[...].astype(x.dtype).T
+        sharding, dtype = product_sharding(x, head, contracted=1), compute_dtype(x.dtype)
+        return jnp.matmul(self.norm(x), head, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def generate(
@@ -231,6 +238,7 @@ def _linear(config: DecoderConfig, in_features: int, out_features: int, *, axes:
 
 def _norm(config: DecoderConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
     attention = config.attention
-    named = {"out_sharding": ("embed",)} if attention.logical_axes else {}
+    # Every device has a vector as small as this: it multiplies tokens, which are split otherwise than parameters.
+    named = {"out_sharding": (None,)} if attention.logical_axes else {}
     dtypes = {"dtype": attention.dtype, "param_dtype": attention.param_dtype}
     return nnx.RMSNorm(config.features, **dtypes, scale_metadata=named, rngs=rngs)

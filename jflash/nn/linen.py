@@ -101,7 +101,7 @@ class Attention(linen.Module):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             kernel_init=_named(config, config.kernel_init, *axes),
-            bias_init=_named(config, linen.initializers.zeros, *(axes[2:] if name == "out" else axes[1:])),
+            bias_init=_named(config, linen.initializers.zeros, *config.bias_axes(name)),
             **axis,
         )
 

@@ -7,6 +7,7 @@ from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.dropout import DropoutLayer
 from jflash.nn.mla_config import MLAConfig
+from jflash.nn.sharding import projected
 
 
 class MultiHeadLatentAttention(DropoutLayer):
@@ -90,7 +91,8 @@ class MultiHeadLatentAttention(DropoutLayer):
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
         """
         heads, dropout_key = self._heads(x, self._latent(x)), self._dropout_key(deterministic, rngs)
-        return self.out(self.config.attend(*heads, mask=mask, positions=positions, dropout_key=dropout_key))
+        out = self.config.attend(*heads, mask=mask, positions=positions, dropout_key=dropout_key)
+        return projected(self.out, out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -99,23 +101,26 @@ class MultiHeadLatentAttention(DropoutLayer):
         self._check_drops_nothing()
         latent = self._latent(x)
         out, cache = self.config.prefill(*self._heads(x, latent), latent, cache, lengths=lengths)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """As `Attention.decode`."""
         self._check_drops_nothing()
         kernels = {"key_up": self.key_up.kernel[...], "value_up": self.value_up.kernel[...]}
-        out, cache = self.config.decode(self._query(x), self.key_rope(x), self._latent(x), cache, **kernels)
-        return self.out(out), cache
+        out, cache = self.config.decode(self._query(x), projected(self.key_rope, x), self._latent(x), cache, **kernels)
+        return projected(self.out, out), cache
 
     def _latent(self, x: Array) -> Float[Array, "B T L"]:
-        return self.latent_norm(self.latent(x))
+        return self.latent_norm(projected(self.latent, x))
 
     def _query(self, x: Array) -> Float[Array, "B T N H+R"]:
-        return self.query(x if self.config.query_latent_dim is None else self.query_norm(self.query_down(x)))
+        if self.config.query_latent_dim is not None:
+            x = self.query_norm(projected(self.query_down, x))
+        return projected(self.query, x)
 
     def _heads(self, x: Array, latent: Array) -> tuple[Array, ...]:
-        return self._query(x), self.key_up(latent), self.value_up(latent), self.key_rope(x)
+        keys, values = projected(self.key_up, latent), projected(self.value_up, latent)
+        return self._query(x), keys, values, projected(self.key_rope, x)
 
     def _norm(self, size: int, axis: str, rngs: nnx.Rngs) -> nnx.RMSNorm:
         named = {"out_sharding": (axis,)} if self.config.logical_axes else {}

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -102,7 +103,12 @@ class MLAConfig:
     ) -> Float[Array, "B T N Hv"]:
         """Causal attention with the key and the value of every head."""
         positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
-        shared = jnp.broadcast_to(self._rotated(key_rope, positions), (*k.shape[:-1], self.rope_dim))
+        sharding = jax.typeof(k).sharding
+        shared = jnp.broadcast_to(
+            self._rotated(key_rope, positions),
+            (*k.shape[:-1], self.rope_dim),
+            out_sharding=sharding if sharding.mesh.explicit_axes else None,
+        )
         mask = Causal() if mask is None else Causal() & mask
         q = jnp.concatenate(self._split(q, positions), axis=-1)
         k = jnp.concatenate([k, shared], axis=-1)

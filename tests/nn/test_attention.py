@@ -1,6 +1,7 @@
 """The attention layers: equal to the formula written out, to each other, and step by step to the full pass."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from layer_helpers import assert_within_error_rule, normal, split
 import jflash.nn.linen
 from jflash.errors import ArgumentError, DtypeError
 from jflash.masks import Lengths, Segments
-from jflash.nn import Attention, AttentionConfig, RoPE, alibi_slopes
+from jflash.nn import Attention, AttentionConfig, MLAConfig, MultiHeadLatentAttention, RoPE, alibi_slopes
 
 B, T, S, N, K, H, FEATURES, KV_FEATURES = 2, 9, 7, 6, 3, 8, 10, 5
 
@@ -218,7 +219,7 @@ AXES = {
     "query": {"kernel": ("embed", "heads", "head_dim"), "bias": ("heads", "head_dim")},
     "key": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
     "value": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
-    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
+    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": (None,)},
     "query_norm": {"scale": ("head_dim",)},
     "key_norm": {"scale": ("head_dim",)},
     "sinks": ("heads",),
@@ -254,25 +255,50 @@ def test_parameters_of_nnx_are_made_where_the_rules_say():
         make(ANNOTATED)()
 
 
+EVERYTHING = AttentionConfig(
+    num_heads=N, num_kv_heads=2, head_dim=H, causal=True, window=(4, 0), rope=RoPE(base=50.0), qk_norm="rms_norm",
+    sinks=True, qkv_bias=True, out_bias=True, alibi_slopes=alibi_slopes(N), score_fn=uneven,
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_rows_split_over_explicit_axes():
-    config = DECODERS["rope"]
-    parameters, layer = split(make(config))
-    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=T)
+@pytest.mark.parametrize(
+    "rules",
+    [{"embed": "data"}, {"embed": None}, {"embed": "model", "heads": None}, {"embed": "data", "kv_heads": None}],
+    ids=["fsdp", "heads", "features", "query_heads"],
+)
+@pytest.mark.parametrize("name", ["attention", "latent"])
+def test_explicit_axes(name, rules):
+    """A full pass, its gradients, a prompt and a step, with rows of tokens over one axis and parameters over both."""
+    latent = MLAConfig(num_heads=N, head_dim=8, rope_dim=4, value_head_dim=5, latent_dim=8, query_latent_dim=6)
+    kind, config = {"attention": (Attention, EVERYTHING), "latent": (MultiHeadLatentAttention, latent)}[name]
+    axes = {"heads": "model", "kv_heads": "model", "head_dim": None, "latent": None, "query_latent": None} | rules
+    axes |= {"kv_heads": axes["heads"]} if rules.get("heads", "model") is None else {}
+
+    def run(layer, parameters, x):
+        def loss(parameters, x):
+            out = layer(parameters)(x)
+            return (out * jnp.cos(jnp.arange(FEATURES, dtype=out.dtype))).sum(), out
+
+        slopes, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(parameters, x)
+        prompt, cache = layer(parameters).prefill(x[:, :-1], config.empty_cache(B=B, S=T))
+        last, _ = layer(parameters).decode(x[:, -1:], cache)
+        return out, jnp.concatenate([prompt, last], axis=1), slopes
+
+    x = normal(4, B, T, FEATURES)
+    parameters, layer = split(lambda: kind(config, FEATURES, rngs=nnx.Rngs(0)))
+    wanted = jax.jit(functools.partial(run, layer))(parameters, x)
+    np.testing.assert_allclose(wanted[1], wanted[0], rtol=0, atol=5e-6)
+    annotated = dataclasses.replace(config, logical_axes=True)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-
-    def prefill_and_decode(parameters, x, cache):
-        out, cache = layer(parameters).prefill(x[:, :-1], cache)
-        last, cache = layer(parameters).decode(x[:, -1:], cache)
-        return jnp.concatenate([out, last], axis=1), cache.k
-
-    wanted = jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x)
-    with jax.set_mesh(mesh):
-        everywhere, by_row = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
-        placed = jax.device_put((parameters, x, cache), (everywhere, by_row, by_row))
-        out, k = jax.jit(prefill_and_decode)(*placed)
-    assert out.sharding.spec[0] == k.sharding.spec[0] == "data"
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(axes.items())):
+        parameters, layer = split(lambda: kind(annotated, FEATURES, rngs=nnx.Rngs(0)))
+        placed = jax.device_put(parameters, nnx.get_named_sharding(parameters, mesh))
+        rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(functools.partial(run, layer))(placed, rows)
+    assert found[0].sharding.spec[0] == found[1].sharding.spec[0] == "data"
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=3e-6 * max(1, np.abs(other).max()))
 
 
 def test_slopes_are_those_of_the_paper():

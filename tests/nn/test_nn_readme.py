@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax
 import pytest
 
 import jflash.nn
@@ -17,6 +18,8 @@ def test_examples_run_in_order():
     for source in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
         exec(compile(source, "README.md", "exec"), namespace)
     assert namespace["out"].shape == (2, 1, 32)
+    assert namespace["logits"].sharding.spec == jax.P("data", None, None)
+    assert namespace["tokens"].shape == (2, 5)
     assert namespace["cache"].length.tolist() == [31, 8]
     assert namespace["cache"].k.shape == (2, 16, 2, 16)
 

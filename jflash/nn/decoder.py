@@ -15,8 +15,11 @@ from jflash.errors import ArgumentError
 from jflash.masks import Mask
 from jflash.nn.attention import Attention
 from jflash.nn.config import AttentionConfig
+from jflash.nn.mla import MultiHeadLatentAttention
+from jflash.nn.mla_config import MLAConfig
 from jflash.nn.sharding import product_sharding, projected
 from jflash.numerics.precision import compute_dtype
+from jflash.problem import real
 
 save_attention = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 """A policy of `jax.checkpoint` for long contexts: of a block it keeps the output and the lse of its attention alone.
@@ -35,8 +38,8 @@ class DecoderConfig:
       num_layers: blocks.
       features: of a token between the blocks.
       hidden_features: within SwiGLU.
-      attention: of every block; dtypes, initialisers and logical axes of the other parameters are as it says. The axes
-        are named "vocab", "embed" and "hidden".
+      attention: of every block, an `MLAConfig` for latent attention; dtypes, initialisers and logical axes of the other
+        parameters are as it says. The axes are named "vocab", "embed" and "hidden".
       remat: the policy of `jax.checkpoint` around each block, `save_attention` say; None keeps everything.
 
     Raises:
@@ -47,7 +50,7 @@ class DecoderConfig:
     num_layers: int
     features: int
     hidden_features: int
-    attention: AttentionConfig
+    attention: AttentionConfig | MLAConfig
     remat: Callable[..., bool] | None = None
 
     def __post_init__(self):
@@ -78,7 +81,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs=rngs)
-        self.attention = Attention(config.attention, config.features, rngs=rngs)
+        layer = MultiHeadLatentAttention if isinstance(config.attention, MLAConfig) else Attention
+        self.attention = layer(config.attention, config.features, rngs=rngs)
         self.swiglu_norm = _norm(config, rngs=rngs)
         self.swiglu = SwiGLU(config, rngs=rngs)
 
@@ -104,12 +108,12 @@ class Decoder(nnx.Module):
 
     Example:
       >>> from flax import nnx
-      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate
+      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE
       >>> attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, causal=True, rope=RoPE())
       >>> config = DecoderConfig(vocab_size=50, num_layers=1, features=32, hidden_features=64, attention=attention)
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
-      >>> generate(model, jnp.arange(6).reshape(2, 3), num_tokens=5).shape
-      (2, 5)
+      >>> model(jnp.arange(6).reshape(2, 3)).shape
+      (2, 3, 50)
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -186,7 +190,9 @@ def generate(
     temperature: float = 0.0,
     key: Array | None = None,
 ) -> Int[Array, "B num_tokens"]:
-    """The tokens that follow each prompt.
+    """The tokens that follow each prompt: a pass over it, then a loop of `decode` with the cache in its place.
+
+    Call it under `jax.jit` or `nnx.jit`, which compile that once for prompts of one shape.
 
     Args:
       model: a decoder, or whatever has its `config`, `prefill` and `decode`.
@@ -197,8 +203,22 @@ def generate(
       key: for drawing; needed with a temperature.
 
     Raises:
-      ArgumentError: a temperature without a key.
+      ArgumentError: a temperature without a key, or below 0.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, generate
+      >>> config = DecoderConfig(
+      ...     vocab_size=50, num_layers=1, features=8, hidden_features=9,
+      ...     attention=AttentionConfig(num_heads=2, head_dim=4, causal=True),
+      ... )
+      >>> model = Decoder(config, rngs=nnx.Rngs(0))
+      >>> four = nnx.jit(lambda model, prompt: generate(model, prompt, num_tokens=4))
+      >>> four(model, jnp.array([[7, 8, 9]])).shape
+      (1, 4)
     """
+    if real("temperature", temperature) < 0:
+        raise ArgumentError("temperature", found=repr(temperature), wanted="at least 0")
     if temperature and key is None:
         raise ArgumentError("key", found="None", wanted=f"a key of jax.random with temperature={temperature}")
     prompt = jnp.asarray(prompt)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class MLAConfig:
     logical_axes: bool = False
     backend: str = "auto"
 
+    causal: ClassVar[bool] = True
+
     def __post_init__(self):
         for name in ("num_heads", "head_dim", "rope_dim", "value_head_dim", "latent_dim", "query_latent_dim"):
             if (size := getattr(self, name)) is not None:
@@ -79,16 +81,17 @@ class MLAConfig:
             "out": ((N, self.value_head_dim), None, (*heads, "embed")),
         }
 
-    def empty_cache(self, *, B: int, S: int, dtype: Any = None) -> KVCache:
+    def empty_cache(self, *, B: int, S: int, step: int = 1, dtype: Any = None) -> KVCache:
         """An empty cache of `latent_dim + rope_dim` numbers for each token, which are its key and its value.
 
         Args:
-          B, S: as of `KVCache.zeros`.
+          B, S, step: as of `KVCache.zeros`.
           dtype: as of `AttentionConfig.empty_cache`.
         """
         dtype = self.dtype if dtype is None else dtype
         dtype = self.param_dtype if dtype is None else dtype
-        return KVCache.zeros(B=B, S=S, K=1, H=self.latent_dim + self.rope_dim, dtype=dtype, shares_values=True)
+        sizes = {"B": B, "S": S, "K": 1, "H": self.latent_dim + self.rope_dim, "step": step}
+        return KVCache.zeros(**sizes, dtype=dtype, shares_values=True)
 
     def attend(
         self,

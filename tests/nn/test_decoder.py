@@ -17,7 +17,7 @@ from layer_helpers import assert_within_error_rule, next_token_loss, split, wide
 
 from jflash.errors import ArgumentError
 from jflash.masks import Segments
-from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, alibi_slopes, generate, save_attention
+from jflash.nn import AttentionConfig, Decoder, DecoderConfig, MLAConfig, RoPE, alibi_slopes, generate, save_attention
 from jflash.testing.budget import measure
 
 B, T, VOCAB = 2, 11, 13
@@ -25,6 +25,12 @@ B, T, VOCAB = 2, 11, 13
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, causal=True, rope=RoPE(base=50.0))
 CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=14, attention=ATTENTION)
 WINDOW = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, window=(3, 0)))
+LATENT = dataclasses.replace(
+    CONFIG,
+    attention=MLAConfig(
+        num_heads=4, head_dim=6, rope_dim=4, value_head_dim=5, latent_dim=8, rope=RoPE(base=50.0), query_latent_dim=7
+    ),
+)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 
 
@@ -54,10 +60,15 @@ def test_packed_documents_are_as_each_alone():
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), WINDOW], ids=["full", "window"])
-def test_generate_takes_the_most_likely_token_each_time(config):
+# The seeds of parameters with which each repeats itself less than with most.
+@pytest.mark.parametrize(
+    ("config", "seed"),
+    [pytest.param(CONFIG, 29, marks=pytest.mark.slow), (WINDOW, 29), pytest.param(LATENT, 15, marks=pytest.mark.slow)],
+    ids=["full", "window", "latent"],
+)
+def test_generate_takes_the_most_likely_token_each_time(config, seed):
     """Against the full pass over prompt and continuation, for each row alone: prompts have lengths of their own."""
-    parameters, model = split(make(config), seed=29)  # with which it repeats itself less than with most
+    parameters, model = split(make(config), seed=seed)
     lengths, num_tokens = np.array([5, 2]), 6
     made = jax.jit(
         lambda parameters, prompt: generate(model(parameters), prompt, num_tokens=num_tokens, lengths=lengths)
@@ -86,6 +97,8 @@ def test_drawn_tokens_follow_the_key():
     first, again, other = (draw(parameters, jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+    with pytest.raises(ArgumentError, match=r"`temperature`: found -0.5, wanted at least 0"):
+        generate(model(parameters), TOKENS, num_tokens=1, temperature=-0.5)
     with pytest.raises(ArgumentError, match=r"`key`: found None.*temperature=5.0"):
         generate(model(parameters), TOKENS, num_tokens=1, temperature=5.0)
 

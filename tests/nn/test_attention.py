@@ -172,12 +172,16 @@ def test_linen_decodes_to_the_same_bits():
 
 
 @pytest.mark.slow
-def test_sixteen_bits_on_every_platform(platform):
+@pytest.mark.parametrize(
+    "scores",
+    [{"rope": RoPE(), "sinks": True}, {"alibi_slopes": alibi_slopes(N), "score_fn": uneven}],
+    ids=["rope_sinks", "scores"],
+)
+def test_sixteen_bits_on_every_platform(platform, scores):
     """With `-m gpu` on Hopper this is the layer by kernels: forward, backward, and steps of decoding."""
     config = AttentionConfig(
-        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), rope=RoPE(), sinks=True,
-        param_dtype=jnp.bfloat16,
-    )  # fmt: skip
+        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), param_dtype=jnp.bfloat16, **scores
+    )
     parameters, layer = split(make(config))
     x = normal(4, B, 150, FEATURES, dtype=jnp.bfloat16)
     distance = np.arange(150)[:, None] - np.arange(150)

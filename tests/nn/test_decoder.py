@@ -23,7 +23,7 @@ from jflash.testing.budget import measure
 B, T, VOCAB = 2, 11, 13
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, causal=True, rope=RoPE(base=50.0))
-CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=14, attention=ATTENTION)
+CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=16, attention=ATTENTION)
 WINDOW = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, window=(3, 0)))
 LATENT = dataclasses.replace(
     CONFIG,
@@ -63,7 +63,7 @@ def test_packed_documents_are_as_each_alone():
 # The seeds of parameters with which each repeats itself less than with most.
 @pytest.mark.parametrize(
     ("config", "seed"),
-    [pytest.param(CONFIG, 29, marks=pytest.mark.slow), (WINDOW, 29), pytest.param(LATENT, 15, marks=pytest.mark.slow)],
+    [pytest.param(CONFIG, 29, marks=pytest.mark.slow), (WINDOW, 29), pytest.param(LATENT, 3, marks=pytest.mark.slow)],
     ids=["full", "window", "latent"],
 )
 def test_generate_takes_the_most_likely_token_each_time(config, seed):
@@ -158,8 +158,9 @@ def test_remat_changes_no_gradient():
 # Over a mesh ---------------------------------------------------------------------------------------------------------
 
 
-# Parameters split over the devices of the batch, as for fully sharded data parallelism, and over heads.
-RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("hidden", "model"), ("vocab", None))
+# Parameters split over the devices of the batch, as for fully sharded data parallelism, and over heads, of which there
+# are more for queries than for keys and values, and as many as devices.
+RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", None), ("hidden", "model"), ("vocab", None))
 KINDS = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
 
 
@@ -167,7 +168,7 @@ KINDS = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
 def over_a_mesh(config, kind, *, seed=7):
     """Parameters, the model as a function of them, and tokens split over rows, while the mesh is set."""
     annotated = dataclasses.replace(config, attention=dataclasses.replace(config.attention, logical_axes=True))
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nnx.logical_axis_rules((*RULES, ("head_dim", None))):
         parameters, model = split(make(annotated), seed=seed)
         placed = jax.device_put(parameters, nnx.get_named_sharding(parameters, mesh))
@@ -185,13 +186,15 @@ def test_logits_and_gradients_over_a_mesh(kind):
 
         return jax.grad(loss, has_aux=True)(parameters)
 
+    # Nearly all the time is that of the compiler, which needs less of it this way.
+    compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     parameters, model = split(make(CONFIG))
-    wanted = jax.jit(functools.partial(both, model))(parameters, TOKENS)
+    wanted = compiled(functools.partial(both, model))(parameters, TOKENS)
     with over_a_mesh(CONFIG, kind) as (placed, model, tokens):
-        found = jax.jit(functools.partial(both, model))(placed, tokens)
+        found = compiled(functools.partial(both, model))(placed, tokens)
     slopes, logits = found
     query = nnx.to_pure_dict(slopes)["blocks"][0]["attention"]["query"]["kernel"]
-    assert query.sharding.spec == jax.P("data", "model", None)
+    assert query.sharding.spec[:2] == ("data", "model")
     if kind is AxisType.Explicit:
         assert logits.sharding.spec == jax.P("data", None, None)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

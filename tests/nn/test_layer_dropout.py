@@ -43,11 +43,11 @@ def test_weights_are_dropped_at_the_rate_and_the_others_grow():
     """With such projections the output is the matrix of weights, which are all alike without dropout."""
     T, N = 40, 3
     config = AttentionConfig(num_heads=N, head_dim=T, dropout_rate=RATE)
-    layer = Attention(config, T, deterministic=False, rngs=nnx.Rngs(0))
-    layer.query.kernel[...] *= 0
+    layer = Attention(config, N * T, kv_features=T, deterministic=False, rngs=nnx.Rngs(0))
     layer.value.kernel[...] = jnp.broadcast_to(jnp.eye(T)[:, None], (T, N, T))
-    layer.out = lambda weights: weights
-    weights = np.asarray(layer(np.broadcast_to(np.eye(T, dtype=np.float32), (B, T, T)))).swapaxes(1, 2)
+    layer.out.kernel[...] = jnp.eye(N * T).reshape(N, T, N * T)
+    keys = np.broadcast_to(np.eye(T, dtype=np.float32), (B, T, T))
+    weights = np.asarray(layer(np.zeros((B, T, N * T), np.float32), keys)).reshape(B, T, N, T).swapaxes(1, 2)
     kept = weights > 0
     np.testing.assert_allclose(weights[kept], 1 / T / (1 - RATE), rtol=1e-5)
     deviation = np.sqrt(RATE * (1 - RATE) / kept.size)

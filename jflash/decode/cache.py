@@ -231,7 +231,7 @@ def decode_attention(
     out = flash_attention(
         q, cache.k, values,
         mask=cache.mask(T), softcap=softcap, sinks=sinks, scale=scale, backend=backend,
-        **by_position(q, **positions, **scores),
+        **by_position(q, cache.k, **positions, **scores),
     )  # fmt: skip
     return jnp.where(cache.is_lost[:, None, None, None], jnp.nan, out)
 

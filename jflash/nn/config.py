@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.api import flash_attention
 from jflash.decode import KVCache, decode_attention
-from jflash.errors import ArgumentError
+from jflash.errors import ArgumentError, naming
 from jflash.masks import Lengths, Mask
 from jflash.masks.arrays import at_least_1
 from jflash.masks.patterns import window_of
@@ -131,7 +131,8 @@ class AttentionConfig:
         q, k = self._rotated(q, k, positions)
         scores = self._scores(q)
         if positions is not None:
-            scores = by_position(q, q_positions=positions, k_positions=positions, **scores)
+            with naming(q_positions="positions", k_positions="positions"):
+                scores = by_position(q, k, q_positions=positions, k_positions=positions, **scores)
         scores |= self._dropout(dropout_key)
         return self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks, **scores)
 

@@ -192,7 +192,7 @@ def test_the_kernels_take_a_step(window, mask, scores):
     assert repr(of_step).startswith(mask)
     more = {"alibi_slopes": np.ones(16, np.float32), "score_fn": lambda s, b, n, q, k: s - (q - k).astype(s.dtype)}
     at = {"q_positions": np.zeros((B, 1), np.int32), "k_positions": np.zeros((B, cache.k.shape[1]), np.int32)}
-    more = by_position(q, **at, **more) if scores else {}
+    more = by_position(q, cache.k, **at, **more) if scores else {}
     explained = jflash.explain(q, cache.k, cache.v, mask=of_step, **more, hardware="h200")
     assert explained.plan.backend == "mosaic_gpu"
 

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from layer_helpers import assert_within_error_rule, normal, split
 
 import jflash.nn.linen
-from jflash.errors import ArgumentError, DtypeError
+from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks import Lengths, Segments
 from jflash.nn import Attention, AttentionConfig, MLAConfig, MultiHeadLatentAttention, RoPE, alibi_slopes
 
@@ -347,6 +347,15 @@ def test_positions_across_two_sequences_raise(arguments, wanted):
     more = {} if arguments else {"positions": np.arange(T)}
     with pytest.raises(ArgumentError, match=wanted):
         layer(normal(4, B, T, FEATURES), normal(5, B, S, FEATURES), **more)
+
+
+@pytest.mark.parametrize("scores", [{"rope": RoPE()}, {"alibi_slopes": alibi_slopes(N)}, {"score_fn": uneven}], ids=str)
+def test_positions_of_other_tokens_raise(scores):
+    """Too few of them would be read past their end, which JAX does without a word."""
+    layer = make(AttentionConfig(num_heads=N, head_dim=H, **scores))()
+    for shape in ((T - 1,), (T + 1,), (B + 1, T)):
+        with pytest.raises(ShapeError, match=r"`positions`: found shape"):
+            layer(normal(4, B, T, FEATURES), positions=np.zeros(shape, np.int32))
 
 
 def test_a_cache_of_another_layer_raises():

@@ -1,18 +1,21 @@
-"""The scripts that read records of kernel times: what they print of records made up here, and their exit codes."""
+"""The scripts that read records: what they print of records made up here, and their exit codes; the training step."""
 
 import argparse
 import contextlib
 import importlib
 import io
 import json
+import os
 import pathlib
+import re
+import subprocess
 import sys
 import types
 
 import jax
 import numpy as np
 import pytest
-from helpers import random_case
+from helpers import count, random_case
 
 import jflash
 from jflash.masks import Causal, Full, SlidingWindow, TileMap
@@ -25,8 +28,8 @@ with pytest.MonkeyPatch.context() as patch:
     report, compare, first_call, torch_times, peers, suites = map(
         importlib.import_module, ("report", "compare", "first_call", "torch_times", "peers", "suites")
     )
-    flexible_report = importlib.import_module("flexible_report")
-    flexible_times = importlib.import_module("flexible_times")
+    training_step, training_report = map(importlib.import_module, ("training_step", "training_report"))
+    flexible_report, flexible_times = map(importlib.import_module, ("flexible_report", "flexible_times"))
 
 WHERE = {
     "kind": "kernel_times",
@@ -572,6 +575,128 @@ def test_first_call_of_a_process_that_dies(code, told, monkeypatch, tmp_path):
     monkeypatch.setattr(first_call, "__file__", str(script))
     (line,) = first_call.lines_of("jflash", processes=3, arguments=[])
     assert told in line["not_run"]
+
+
+# training_step.py and training_report.py ------------------------------------------------------------------------------
+
+TINY = {"T": 24, "layers": 1, "features": 16, "hidden_features": 24, "N": 4, "K": 2, "H": 8, "steps": 8}
+
+
+def line_of(name: str, **changes: object) -> dict:
+    with jax.numpy_dtype_promotion("standard"):  # for Flax's norms in 16 bits
+        case = training_step.Case(implementation=name, **TINY | changes)
+        return json.loads(json.dumps(training_step.line_of(case, backend="auto", commit="abc123")))
+
+
+@pytest.mark.slow
+def test_training_step_is_the_same_on_both_sides():
+    ours, plain = line_of("jflash"), line_of("jax_xla", remat="none")
+    assert ours.keys() - plain.keys() == {"backend"}
+    assert ours["parameters"] == 256 * 16 + 2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24 + 3 * 16
+    assert len(ours["losses"]) == len(ours["samples_ms"]) == 8
+    # The first is of the same numbers in another order of summation; then training goes its way, in 16 bits.
+    assert abs(ours["losses"][0] - plain["losses"][0]) < 0.005
+    assert max(abs(one - other) for one, other in zip(ours["losses"], plain["losses"])) < 0.02
+    assert len(set(ours["losses"])) == 8
+    assert (ours["commit"], ours["peak_bytes"], ours["driver"]) == ("abc123", None, None)
+    assert ours["compiled_bytes"] > 3 * 4 * ours["parameters"]
+
+
+def test_training_step_says_why_it_did_not_run(monkeypatch):
+    # Which JAX says where there is no GPU.
+    assert "cuDNN is not detected" in line_of("jax_cudnn")["not_run"]
+    monkeypatch.setattr(training_step, "device_bytes", lambda: 2**17)
+    assert re.fullmatch(
+        r"OutOfMemory: it needs 0.000\d+ GiB of memory, the device has 0.0001221", line_of("jflash")["not_run"]
+    )
+    monkeypatch.setattr(training_step, "measure", lambda *case, **backend: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        line_of("jflash")
+
+
+@pytest.mark.parametrize("T", [8192, pytest.param(32768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["attention", pytest.param("none", marks=pytest.mark.slow)])
+def test_training_step_lowers_to_the_kernels_of_an_h200(T, remat):
+    """At its real sizes: a forward and a backward kernel for each of five blocks, with `remat` too."""
+    case = training_step.Case(implementation="jflash", T=T, remat=remat)
+    with jflash.use_options(hardware="h200"), jax.numpy_dtype_promotion("standard"):
+        training = training_step.training_of(case, backend="mosaic_gpu")
+        tokens = jax.ShapeDtypeStruct((1, T + 1), np.int32)
+        traced = training.step.trace(jax.eval_shape(training.initial), tokens)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert training.parameters == 1_091_612_672
+    assert "jflash_forward_sm90" in text and "jflash_backward_sm90" in text
+    # Each stands in its partition rule.
+    assert count(traced.jaxpr.jaxpr, lambda equation: equation.primitive.name == "custom_partitioning") == 10
+
+
+@pytest.mark.slow
+def test_training_step_from_the_shell(tmp_path):
+    """A process for each implementation, each with its line; from them the table and the picture."""
+    command = [sys.executable, "benchmarks/training_step.py", "--platform=cpu", "--lengths", str(TINY["T"])]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name != "T"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    names = [json.loads(line)["implementation"] for line in found.stdout.splitlines()]
+    assert names == ["jflash", "jax_cudnn", "jax_xla"]
+    (tmp_path / "record.jsonl").write_text(found.stdout)
+    code, out, err = run(training_report.main, tmp_path / "record.jsonl", "--plot", tmp_path / "losses.png")
+    assert code == 0, err
+    assert "| 1 × 24 | attention | jax_xla |" in out
+    assert "- jax_cudnn did not run on 1 × 24, attention: RuntimeError: cuDNN" in out
+    assert (tmp_path / "losses.png").stat().st_size > 0
+
+
+STEP = WHERE | {"kind": "training_step", "B": 2, "T": 8192, "remat": "attention", "layers": 5, "features": 4096}
+STEP |= {"hidden_features": 14336, "N": 32, "K": 8, "H": 128, "steps": 3, "dtype": "bfloat16"}
+
+
+def measured(name: str, step_ms: float, losses: list[float], **others: object) -> dict:
+    of_step = {"step_ms": step_ms, "tokens_per_s": 1234, "tflops": 450.6, "peak_bytes": 3 * 2**29, "losses": losses}
+    return STEP | {"implementation": name} | of_step | others
+
+
+TRAINING = [
+    measured("jflash", 200.0, [5.5, 5.25, 4.0]),
+    measured("jax_cudnn", 230.0, [5.5, 5.2525, 3.99], date="2026-12-01T10:00:30+00:00"),
+    STEP | {"implementation": "jax_xla", "not_run": "OutOfMemory: it needs\n 150.0 GiB"},
+    measured("jax_xla", 400.0, [5.0, 4.0, 3.0], T=16384),
+]
+
+
+def test_training_report(write):
+    code, out, _ = run(training_report.main, write([RECORD[0], *TRAINING]))
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith(("| 2", "- "))] == [
+        "- NVIDIA H200, driver 580.1; jflash 0.1, jax 0.11.2; commit abc123; 2026-12-01",
+        "| 2 × 8192 | attention | jflash | 200.0 | – | 1234 | 450.6 | 1.5 | 5.500 → 4.000 | – |",
+        "| 2 × 8192 | attention | jax_cudnn | 230.0 | 1.15 | 1234 | 450.6 | 1.5 | 5.500 → 3.990 | 0.0100 |",
+        "| 2 × 16384 | attention | jax_xla | 400.0 | – | 1234 | 450.6 | 1.5 | 5.000 → 3.000 | – |",
+        "- jax_xla did not run on 2 × 8192, attention: OutOfMemory: it needs 150.0 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([RECORD[0]], "found no line of kind 'training_step'"),
+        ([*TRAINING, TRAINING[1]], "record.jsonl:5: found jax_cudnn a second time"),
+        ([{name: value for name, value in TRAINING[0].items() if name != "K"}], "record.jsonl:1: found"),
+        ([{name: value for name, value in TRAINING[0].items() if name != "losses"}], "no fields ['losses']"),
+        ([[]], "wanted an object of training_step.py"),
+    ],
+)
+def test_training_report_of_what_is_no_record(write, lines, words):
+    code, out, err = run(training_report.main, write(lines))
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_training_step_refuses_too_few_steps():
+    code, _, err = run(training_step.main, "--steps", 3)
+    assert code == 2
+    assert "--steps: found 3, wanted more than the first 3" in err
 
 
 # flexible_times.py and flexible_report.py -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ It shares the mask's truth and the logit's formula with the other backends, and 
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -47,7 +48,10 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     sink = sink[..., None, None]
     dead = score.max(-1, keepdims=True) == -jnp.inf
     top = jnp.maximum(score.max(-1, keepdims=True), sink)
-    top = jnp.where(top == -jnp.inf, 0, top)
+    # What is subtracted before `exp` has no influence, and so no derivative. JAX's derivative of a maximum looks for
+    # the element that is equal to it, and divides by 0 where the compiler has computed that element a second time,
+    # rounded otherwise.
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     weight = jnp.exp(score - top)
     total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
     nothing = total == 0

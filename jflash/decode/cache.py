@@ -1,16 +1,19 @@
 """A cache of keys and values, and attention of new queries to it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.api import flash_attention
 from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks import Causal, KeyRange, Mask
 from jflash.masks.arrays import at_least_1, is_int
+from jflash.scores import by_position
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +88,16 @@ class KVCache:
         """The positions of the next T tokens of each row."""
         return self.length[:, None] + jnp.arange(T, dtype=jnp.int32)
 
+    def slot_positions(self) -> Int[Array, "B S"]:
+        """The position of the token in each slot; of a slot that holds none yet, a number without meaning."""
+        S = self.k.shape[1]
+        slot = jnp.arange(S, dtype=jnp.int32)
+        if self.window is None:
+            return jnp.broadcast_to(slot, (self.length.shape[0], S))
+        # In a ring the last token of a slot is the one that is there.
+        last = self.length[:, None] - 1
+        return last - (last - slot) % S
+
     def append(self, k: Float[Array, "B T K H"], v: Float[Array, "B T K Hv"] | None = None) -> Self:
         """The cache with T more tokens in each row.
 
@@ -102,6 +115,8 @@ class KVCache:
     ) -> Self:
         """The cache with these tokens and no others: what it held is forgotten.
 
+        On a mesh with explicit axes the slots are then split as k and v are.
+
         Args:
           k, v: tokens from position 0 on. With a window there may be more than slots: the last ones stay.
           lengths: how many of the T tokens each row has, the rest being padding; None means T.
@@ -115,7 +130,8 @@ class KVCache:
         count = jnp.full_like(self.length, T) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), T)
         if count.shape != self.length.shape:
             raise ShapeError("lengths", found=f"shape {count.shape}", wanted=f"(B,) = {self.length.shape}")
-        return self._with(k, v, first=jnp.zeros_like(self.length), count=count)
+        empty = self._beside(k, v)
+        return empty._with(k, v, first=jnp.zeros_like(empty.length), count=count)
 
     def mask(self, T: int) -> Mask:
         """What the T last tokens of each row see of the slots: themselves and the tokens before, within the window.
@@ -141,6 +157,17 @@ class KVCache:
     def is_lost(self) -> Bool[Array, " B"]:
         """Rows that have grown past the slots of a cache without a window."""
         return (self.length > self.k.shape[1]) & (self.window is None)
+
+    def _beside(self, k: Array, v: Array | None) -> Self:
+        """The cache, on a mesh with explicit axes, where k and v are; elsewhere XLA chooses."""
+        sharding = jax.typeof(k).sharding
+        if not sharding.mesh.explicit_axes:
+            return self
+        rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+        placed = {"k": reshard(self.k, sharding), "length": reshard(self.length, rows)}
+        if v is not None and self.v is not None:
+            placed["v"] = reshard(self.v, jax.typeof(v).sharding)
+        return dataclasses.replace(self, **placed)
 
     def _with(self, k: Array, v: Array | None, *, first: Array, count: Array) -> Self:
         if (v is None) != (self.v is None):
@@ -168,6 +195,9 @@ def decode_attention(
     cache: KVCache,
     *,
     softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | Float[Array, "B N"] | None = None,
+    score_fn: Callable[..., Array] | None = None,
+    score_args: tuple[Any, ...] = (),
     sinks: Float[Array, " N"] | Float[Array, "B N"] | None = None,
     scale: float | None = None,
     backend: str = "auto",
@@ -177,6 +207,8 @@ def decode_attention(
     Args:
       q: queries of the T tokens that were appended last.
       cache: what `append` or `fill` gave.
+      alibi_slopes, score_fn, score_args: as of `flash_attention`, where q and k are the positions of the tokens, in
+        whatever slots they are.
       softcap, sinks, scale, backend: as of `flash_attention`.
 
     Returns:
@@ -193,9 +225,14 @@ def decode_attention(
       (1, 2, 2, 8)
     """
     values = cache.k if cache.v is None else cache.v
+    T = q.shape[1]
+    positions = {"q_positions": cache.positions(T) - T, "k_positions": cache.slot_positions()}
+    scores = {"alibi_slopes": alibi_slopes, "score_fn": score_fn, "score_args": score_args}
     out = flash_attention(
-        q, cache.k, values, mask=cache.mask(q.shape[1]), softcap=softcap, sinks=sinks, scale=scale, backend=backend
-    )
+        q, cache.k, values,
+        mask=cache.mask(T), softcap=softcap, sinks=sinks, scale=scale, backend=backend,
+        **by_position(q, cache.k, **positions, **scores),
+    )  # fmt: skip
     return jnp.where(cache.is_lost[:, None, None, None], jnp.nan, out)
 
 

@@ -8,6 +8,8 @@ except ModuleNotFoundError as error:
     hint = 'jflash.nn needs Flax, which is not installed: pip install "jflash[flax]"'
     raise ModuleNotFoundError(hint, name="flax") from error
 
+from jflash.nn import linen as linen
+from jflash.nn.alibi import alibi_slopes as alibi_slopes
 from jflash.nn.attention import Attention as Attention
 from jflash.nn.attention_fn import attention_fn as attention_fn
 from jflash.nn.config import AttentionConfig as AttentionConfig

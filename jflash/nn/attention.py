@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.config import AttentionConfig
+from jflash.nn.dropout import DropoutLayer
+from jflash.nn.sharding import projected
 
 
-class Attention(nnx.Module):
+class Attention(DropoutLayer):
     """Multi-head attention with projections, for `flax.nnx`; `jflash.nn.linen.Attention` computes the same.
 
     Parameters have the names and shapes of `nnx.MultiHeadAttention`: `query`, `key` and `value` with kernels
@@ -22,7 +24,10 @@ class Attention(nnx.Module):
       config: what it computes.
       features: of the tokens, in and out.
       kv_features: of the context in cross-attention; None means as `features`.
-      rngs: for the parameters.
+      deterministic: whether calls drop no weights; None means that each call says it. Only with
+        `config.dropout_rate` does it matter. (It is Flax's word for that; gradients of kernels are another matter.)
+      rngs: for the parameters, and its stream "dropout" for the keys of dropout.
+      keep_rngs: whether the layer keeps a stream of keys of its own, so that calls need bring none.
 
     Example:
       >>> from flax import nnx
@@ -33,7 +38,16 @@ class Attention(nnx.Module):
       (2, 30, 96)
     """
 
-    def __init__(self, config: AttentionConfig, features: int, *, kv_features: int | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        features: int,
+        *,
+        kv_features: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ):
         self.config = config
         kv_features = features if kv_features is None else kv_features
         heads, kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
@@ -45,6 +59,8 @@ class Attention(nnx.Module):
         self.key_norm = nnx.data(self._norm(rngs))
         zeros = jnp.zeros((config.num_heads,), config.param_dtype)
         self.sinks = nnx.data(nnx.Param(zeros, **self._named("heads")) if config.sinks else None)
+        # Last, as in Flax's layer: keys of the parameters do not depend on the rate.
+        super().__init__(config.dropout_rate, deterministic=deterministic, rngs=rngs, keep_rngs=keep_rngs)
 
     def __call__(
         self,
@@ -53,6 +69,8 @@ class Attention(nnx.Module):
         *,
         mask: Mask | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T features"]:
         """Self-attention of x, or cross-attention of x to a context.
 
@@ -60,7 +78,9 @@ class Attention(nnx.Module):
           x: tokens.
           context: tokens that keys and values come from; None means x.
           mask: which pairs attend, besides what the config says.
-          positions: of the tokens, for `rope`; None means 0, 1, 2 and so on.
+          positions: of the tokens, for `rope`, `alibi_slopes` and `score_fn`; None means 0, 1, 2 and so on.
+          deterministic: whether no weights are dropped; None means as the layer has it.
+          rngs: where the key of dropout comes from; None means the layer's own stream.
 
         Raises:
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
@@ -68,7 +88,9 @@ class Attention(nnx.Module):
         is_cross = context is not None
         attend = self.config.attend_across if is_cross else self.config.attend
         q, k, v = self._project(x, context if is_cross else x)
-        return self.out(attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions))
+        dropout_key = self._dropout_key(deterministic, rngs)
+        out = attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions, dropout_key=dropout_key)
+        return projected(self.out, out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
@@ -81,26 +103,30 @@ class Attention(nnx.Module):
           lengths: how many tokens each row has, the rest being padding, which nobody sees; None means T.
 
         Raises:
-          ShapeError, DtypeError, ArgumentError: as `KVCache.fill`; the config is not causal.
+          ShapeError, DtypeError, ArgumentError: as `KVCache.fill`; the config is not causal; the layer is set to drop
+            weights.
         """
+        self._check_drops_nothing()
         out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the next T tokens of each row to all tokens so far, and the cache that holds them too.
 
         Raises:
-          ShapeError, DtypeError, ArgumentError: as `KVCache.append` and `decode_attention`; the config is not causal.
+          ShapeError, DtypeError, ArgumentError: as `KVCache.append` and `decode_attention`; the config is not causal;
+            the layer is set to drop weights.
         """
+        self._check_drops_nothing()
         out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     @property
     def _sinks(self) -> Float[Array, " N"] | None:
         return None if self.sinks is None else self.sinks[...]
 
     def _project(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
-        q, k, v = self.query(x), self.key(context), self.value(context)
+        q, k, v = projected(self.query, x), projected(self.key, context), projected(self.value, context)
         if self.config.qk_norm is None:
             return q, k, v
         return self.query_norm(q), self.key_norm(k), v
@@ -116,7 +142,7 @@ class Attention(nnx.Module):
             param_dtype=config.param_dtype,
             kernel_init=config.kernel_init,
             kernel_metadata=self._named(*axes),
-            bias_metadata=self._named(*(axes[2:] if name == "out" else axes[1:])),
+            bias_metadata=self._named(*config.bias_axes(name)),
             rngs=rngs,
             **axis,
         )

@@ -6,15 +6,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jflash.api import flash_attention
 from jflash.decode import KVCache, decode_attention
-from jflash.errors import ArgumentError
+from jflash.errors import ArgumentError, naming
 from jflash.masks import Lengths, Mask
 from jflash.masks.arrays import at_least_1
 from jflash.masks.patterns import window_of
 from jflash.nn.rope import RoPE
+from jflash.numerics.precision import compute_dtype
+from jflash.problem import real
+from jflash.scores import by_position, dropout_rate_of
 
 LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 """Flax's own choice for the kernels of its projections."""
@@ -34,6 +38,12 @@ class AttentionConfig:
       qk_norm: normalises queries and keys along H, before `rope`, with a scale that is learned: "rms_norm", as in
         Qwen 3, or "layer_norm" without a bias, as Flax's `normalize_qk` does (ViT-22B, arXiv:2302.05442).
       softcap, scale: as of `flash_attention`.
+      alibi_slopes: a number for each head, `alibi_slopes(num_heads)` say: each logit less the slope of its head times
+        the distance of the two tokens (ALiBi, arXiv:2108.12409). None for none.
+      score_fn: `score_fn(s, b, n, q, k)` in place of the logit s, as of `flash_attention`, where q and k are the
+        positions of the two tokens, while decoding too. It may capture constants, and nothing that is learned.
+      dropout_rate: the part of the weights that is dropped in training, other ones in each batch row and head, as of
+        `flash_attention`; `Attention` says when.
       sinks: whether each head learns a logit that takes part in its softmax and has no value, as in gpt-oss.
       qkv_bias, out_bias: whether the projections to q, k and v and the one of the output have biases.
       dtype: computed in; None is the widest of inputs and parameters.
@@ -45,7 +55,7 @@ class AttentionConfig:
       backend: as of `flash_attention`.
 
     Raises:
-      ArgumentError: sizes that do not fit, an unknown qk_norm.
+      ArgumentError: sizes that do not fit, an unknown qk_norm, a rate that is none.
 
     Example:
       >>> from jflash.nn import AttentionConfig, RoPE
@@ -61,6 +71,9 @@ class AttentionConfig:
     qk_norm: Literal["rms_norm", "layer_norm"] | None = None
     softcap: float | None = None
     scale: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    score_fn: Callable[..., Array] | None = None
+    dropout_rate: float = 0.0
     sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -83,11 +96,25 @@ class AttentionConfig:
             raise ArgumentError("qk_norm", found=repr(self.qk_norm), wanted=wanted)
         if self.window is not None:
             window_of(self.window, "window")
+        if self.alibi_slopes is not None:
+            slopes = tuple(real("alibi_slopes", slope) for slope in self.alibi_slopes)
+            if len(slopes) != self.num_heads:
+                wanted = f"{self.num_heads} of them, one for each head"
+                raise ArgumentError("alibi_slopes", found=f"{len(slopes)} numbers", wanted=wanted)
+            object.__setattr__(self, "alibi_slopes", slopes)
+        dropout_rate_of(self.dropout_rate)
 
     def axes(self, projection: Literal["query", "key", "value", "out"]) -> tuple[str, ...]:
         """The names of the logical axes of the kernel of a projection."""
         heads = "heads" if projection in ("query", "out") else "kv_heads"
         return (heads, "head_dim", "embed") if projection == "out" else ("embed", heads, "head_dim")
+
+    def bias_axes(self, projection: Literal["query", "key", "value", "out"]) -> tuple[str | None, ...]:
+        """The same of its bias. That of the output is whole on every device, since it is added to tokens.
+
+        These are split otherwise than parameters where "embed" names the devices of the batch.
+        """
+        return (None,) if projection == "out" else self.axes(projection)[1:]
 
     def attend(
         self,
@@ -98,10 +125,16 @@ class AttentionConfig:
         sinks: Float[Array, " N"] | None,
         mask: Mask | None,
         positions: Int[Array, "*B T"] | None,
+        dropout_key: Array | None,
     ) -> Float[Array, "B T N H"]:
         """Attention among the tokens that q, k and v were projected from."""
         q, k = self._rotated(q, k, positions)
-        return self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks)
+        scores = self._scores(q)
+        if positions is not None:
+            with naming(q_positions="positions", k_positions="positions"):
+                scores = by_position(q, k, q_positions=positions, k_positions=positions, **scores)
+        scores |= self._dropout(dropout_key)
+        return self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks, **scores)
 
     def attend_across(
         self,
@@ -112,19 +145,21 @@ class AttentionConfig:
         sinks: Float[Array, " N"] | None,
         mask: Mask | None,
         positions: None,
+        dropout_key: Array | None,
     ) -> Float[Array, "B T N H"]:
         """Attention of tokens to those of another sequence.
 
         Raises:
           ArgumentError: there is something that knows of positions, which are not on one scale in two sequences.
         """
-        of_positions = {"causal": self.causal or None, "window": self.window, "rope": self.rope, "positions": positions}
+        of_positions = {name: getattr(self, name) for name in ("window", "rope", "alibi_slopes", "score_fn")}
+        of_positions |= {"causal": self.causal or None, "positions": positions}
         for name, found in of_positions.items():
             if found is not None:
                 found = "an array" if name == "positions" else repr(found)
                 hint = "Which pairs attend across two sequences goes into `mask`."
                 raise ArgumentError(name, found=found, wanted="none in cross-attention", hint=hint)
-        return self._flash_attention(q, k, v, mask=mask, sinks=sinks)
+        return self._flash_attention(q, k, v, mask=mask, sinks=sinks, **self._dropout(dropout_key))
 
     def prefill(
         self,
@@ -140,7 +175,7 @@ class AttentionConfig:
         self._check_cache(cache)
         q, k = self._rotated(q, k, None)
         mask = None if lengths is None else Lengths(q=lengths, kv=lengths)
-        out = self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks)
+        out = self._flash_attention(q, k, v, mask=mask, causal=self.causal, sinks=sinks, **self._scores(q))
         return out, cache.fill(k, v, lengths=lengths)
 
     def decode(
@@ -156,7 +191,8 @@ class AttentionConfig:
         self._check_cache(cache)
         q, k = self._rotated(q, k, cache.positions(q.shape[1]))
         cache = cache.append(k, v)
-        out = decode_attention(q, cache, softcap=self.softcap, sinks=sinks, scale=self.scale, backend=self.backend)
+        common = {"softcap": self.softcap, "scale": self.scale, "backend": self.backend}
+        out = decode_attention(q, cache, sinks=sinks, **common, **self._scores(q))
         return out, cache
 
     def empty_cache(self, *, B: int, S: int, step: int = 1, dtype: Any = None) -> KVCache:
@@ -179,6 +215,13 @@ class AttentionConfig:
     @property
     def _left(self) -> int | None:
         return None if self.window is None else window_of(self.window, "window").left
+
+    def _scores(self, q: Array) -> dict[str, Any]:
+        slopes = None if self.alibi_slopes is None else np.array(self.alibi_slopes, compute_dtype(q.dtype))
+        return {"alibi_slopes": slopes, "score_fn": self.score_fn}
+
+    def _dropout(self, key: Array | None) -> dict[str, Any]:
+        return {} if key is None else {"dropout_rate": self.dropout_rate, "dropout_key": key}
 
     def _rotated(self, q: Array, k: Array, positions: Array | None) -> tuple[Array, Array]:
         if self.rope is None:

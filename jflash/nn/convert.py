@@ -17,12 +17,15 @@ def config_from_flax(
 ) -> AttentionConfig:
     """The config of a layer of ours that computes what Flax's layer does.
 
+    Its dropout has the same rate, and drops other weights in each batch row and head, also where `broadcast_dropout`
+    has Flax drop the same in all of them.
+
     Args:
       layer: of Flax. From one of `linen`, `qkv_features` must be known.
       changes: fields of the config that shall be otherwise, as `causal=True`, which Flax's layer does not hold.
 
     Raises:
-      ArgumentError: the layer has what ours has not: dropout, or an output of another size than its input.
+      ArgumentError: the layer has what ours has not: an output of another size than its input.
 
     Example:
       >>> from flax import nnx
@@ -34,8 +37,6 @@ def config_from_flax(
     is_linen = isinstance(layer, linen.MultiHeadDotProductAttention)
     if layer.qkv_features is None:
         raise ArgumentError("layer", found="qkv_features=None", wanted="qkv_features of the layer, a number")
-    if layer.dropout_rate:
-        raise ArgumentError("layer", found=f"dropout_rate={layer.dropout_rate}", wanted="a layer without dropout")
     if not is_linen and layer.out_features != layer.in_features:
         found = f"in_features={layer.in_features}, out_features={layer.out_features}"
         raise ArgumentError("layer", found=found, wanted="as many features out as in")
@@ -43,6 +44,7 @@ def config_from_flax(
         "num_heads": layer.num_heads,
         "num_kv_heads": layer.num_heads if is_linen else layer.num_kv_heads,
         "head_dim": layer.qkv_features // layer.num_heads,
+        "dropout_rate": layer.dropout_rate,
         "qk_norm": "layer_norm" if layer.normalize_qk else None,
         "qkv_bias": layer.use_bias,
         "out_bias": layer.use_bias,
@@ -79,9 +81,9 @@ def to_flax(parameters: Mapping[str, Any], config: AttentionConfig) -> dict[str,
     Raises:
       ArgumentError: the config has what Flax's layer has not.
     """
-    for name in ("rope", "window", "softcap", "scale"):
+    for name in ("rope", "window", "softcap", "scale", "alibi_slopes", "score_fn"):
         if (value := getattr(config, name)) is not None:
-            hint = f"jflash.nn.attention_fn has {name}." if name != "rope" else ""
+            hint = f"jflash.nn.attention_fn has {name}." if name in ("window", "softcap", "scale") else ""
             raise ArgumentError("config", found=f"{name}={value}", wanted=f"{name}=None", hint=hint)
     if config.sinks:
         raise ArgumentError("config", found="sinks=True", wanted="sinks=False, since Flax's layer has none")

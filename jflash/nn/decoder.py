@@ -15,7 +15,11 @@ from jflash.errors import ArgumentError
 from jflash.masks import Mask
 from jflash.nn.attention import Attention
 from jflash.nn.config import AttentionConfig
+from jflash.nn.mla import MultiHeadLatentAttention
+from jflash.nn.mla_config import MLAConfig
+from jflash.nn.sharding import product_sharding, projected
 from jflash.numerics.precision import compute_dtype
+from jflash.problem import real
 
 save_attention = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 """A policy of `jax.checkpoint` for long contexts: of a block it keeps the output and the lse of its attention alone.
@@ -34,8 +38,8 @@ class DecoderConfig:
       num_layers: blocks.
       features: of a token between the blocks.
       hidden_features: within SwiGLU.
-      attention: of every block; dtypes, initialisers and logical axes of the other parameters are as it says. The axes
-        are named "vocab", "embed" and "hidden".
+      attention: of every block, an `MLAConfig` for latent attention; dtypes, initialisers and logical axes of the other
+        parameters are as it says. The axes are named "vocab", "embed" and "hidden".
       remat: the policy of `jax.checkpoint` around each block, `save_attention` say; None keeps everything.
 
     Raises:
@@ -46,7 +50,7 @@ class DecoderConfig:
     num_layers: int
     features: int
     hidden_features: int
-    attention: AttentionConfig
+    attention: AttentionConfig | MLAConfig
     remat: Callable[..., bool] | None = None
 
     def __post_init__(self):
@@ -69,7 +73,7 @@ class SwiGLU(nnx.Module):
         self.down = _linear(config, *reversed(sizes), axes=("hidden", "embed"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T features"]) -> Float[Array, "B T features"]:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return projected(self.down, nnx.silu(projected(self.gate, x)) * projected(self.up, x))
 
 
 class Block(nnx.Module):
@@ -77,7 +81,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs=rngs)
-        self.attention = Attention(config.attention, config.features, rngs=rngs)
+        layer = MultiHeadLatentAttention if isinstance(config.attention, MLAConfig) else Attention
+        self.attention = layer(config.attention, config.features, rngs=rngs)
         self.swiglu_norm = _norm(config, rngs=rngs)
         self.swiglu = SwiGLU(config, rngs=rngs)
 
@@ -99,14 +104,16 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to the logits of the token that follows each.
 
+    If its attention has dropout, `model.train()` before training and `model.eval()` before `generate` say when.
+
     Example:
       >>> from flax import nnx
-      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate
+      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE
       >>> attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, causal=True, rope=RoPE())
       >>> config = DecoderConfig(vocab_size=50, num_layers=1, features=32, hidden_features=64, attention=attention)
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
-      >>> generate(model, jnp.arange(6).reshape(2, 3), num_tokens=5).shape
-      (2, 5)
+      >>> model(jnp.arange(6).reshape(2, 3)).shape
+      (2, 3, 50)
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -128,7 +135,7 @@ class Decoder(nnx.Module):
           positions: of the tokens; None means 0, 1, 2 and so on.
         """
         run = Block.__call__ if self.config.remat is None else nnx.remat(Block.__call__, policy=self.config.remat)
-        x = self.embed(tokens)
+        x = self._embedded(tokens)
         for block in self.blocks:
             x = run(block, x, mask, positions)
         return self._logits(x)
@@ -156,16 +163,22 @@ class Decoder(nnx.Module):
         return self._logits(x), cache
 
     def _with_cache(self, tokens: Array, cache: tuple[KVCache, ...], step: Callable) -> tuple[Array, tuple]:
-        x, caches = self.embed(tokens), []
+        x, caches = self._embedded(tokens), []
         for block, own in zip(self.blocks, cache, strict=True):
             x, own = step(block, x, own)
             caches.append(own)
         return x, tuple(caches)
 
+    def _embedded(self, tokens: Array) -> Array:
+        tokens = jnp.asarray(tokens)
+        # A lookup is a product with an axis of length vocab_size that is 1 in one place.
+        sharding = product_sharding(tokens[..., None], self.embed.embedding[...], contracted=1)
+        return self.embed(tokens, out_sharding=sharding)
+
     def _logits(self, x: Array) -> Array:
-        embedding = self.embed.embedding[...].astype(x.dtype)
-        dtype = compute_dtype(x.dtype)
-        return jnp.einsum("btf,vf->btv", self.norm(x), embedding, preferred_element_type=dtype)
+        head = self.embed.embedding[...].astype(x.dtype).T
+        sharding, dtype = product_sharding(x, head, contracted=1), compute_dtype(x.dtype)
+        return jnp.matmul(self.norm(x), head, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def generate(
@@ -177,7 +190,9 @@ def generate(
     temperature: float = 0.0,
     key: Array | None = None,
 ) -> Int[Array, "B num_tokens"]:
-    """The tokens that follow each prompt.
+    """The tokens that follow each prompt: a pass over it, then a loop of `decode` with the cache in its place.
+
+    Call it under `jax.jit` or `nnx.jit`, which compile that once for prompts of one shape.
 
     Args:
       model: a decoder, or whatever has its `config`, `prefill` and `decode`.
@@ -188,8 +203,22 @@ def generate(
       key: for drawing; needed with a temperature.
 
     Raises:
-      ArgumentError: a temperature without a key.
+      ArgumentError: a temperature without a key, or below 0.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jflash.nn import AttentionConfig, Decoder, DecoderConfig, generate
+      >>> config = DecoderConfig(
+      ...     vocab_size=50, num_layers=1, features=8, hidden_features=9,
+      ...     attention=AttentionConfig(num_heads=2, head_dim=4, causal=True),
+      ... )
+      >>> model = Decoder(config, rngs=nnx.Rngs(0))
+      >>> four = nnx.jit(lambda model, prompt: generate(model, prompt, num_tokens=4))
+      >>> four(model, jnp.array([[7, 8, 9]])).shape
+      (1, 4)
     """
+    if real("temperature", temperature) < 0:
+        raise ArgumentError("temperature", found=repr(temperature), wanted="at least 0")
     if temperature and key is None:
         raise ArgumentError("key", found="None", wanted=f"a key of jax.random with temperature={temperature}")
     prompt = jnp.asarray(prompt)
@@ -229,6 +258,7 @@ def _linear(config: DecoderConfig, in_features: int, out_features: int, *, axes:
 
 def _norm(config: DecoderConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
     attention = config.attention
-    named = {"out_sharding": ("embed",)} if attention.logical_axes else {}
+    # Every device has a vector as small as this: it multiplies tokens, which are split otherwise than parameters.
+    named = {"out_sharding": (None,)} if attention.logical_axes else {}
     dtypes = {"dtype": attention.dtype, "param_dtype": attention.param_dtype}
     return nnx.RMSNorm(config.features, **dtypes, scale_metadata=named, rngs=rngs)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jflash.decode import KVCache
 from jflash.masks import Mask
 from jflash.nn.config import AttentionConfig
+from jflash.nn.dropout import check_drops_nothing
 from jflash.nn.mla_config import MLAConfig
 
 
@@ -20,6 +21,7 @@ class Attention(linen.Module):
     Args:
       config: what it computes.
       features: of the tokens it gives out.
+      deterministic: as of `jflash.nn.Attention`, here for calls that do not say it; what says both raises.
 
     Example:
       >>> import jax
@@ -33,6 +35,7 @@ class Attention(linen.Module):
 
     config: AttentionConfig
     features: int
+    deterministic: bool | None = None
 
     def setup(self):
         config = self.config
@@ -55,22 +58,31 @@ class Attention(linen.Module):
         *,
         mask: Mask | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
     ) -> Float[Array, "B T features"]:
-        """Self-attention of x, or cross-attention of x to a context."""
+        """Self-attention of x, or cross-attention of x to a context.
+
+        Keys of dropout are `dropout_rng`, or where that is None of the stream "dropout".
+        """
         is_cross = context is not None
         attend = self.config.attend_across if is_cross else self.config.attend
         q, k, v = self._project(x, context if is_cross else x)
-        return self.out(attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions))
+        dropout_key = _dropout_key(self, deterministic, dropout_rng)
+        out = attend(q, k, v, sinks=self._sinks, mask=mask, positions=positions, dropout_key=dropout_key)
+        return self.out(out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the first T tokens of each row, and the cache with these tokens and no others."""
+        check_drops_nothing(self.config.dropout_rate, self.deterministic)
         out, cache = self.config.prefill(*self._project(x, x), cache, sinks=self._sinks, lengths=lengths)
         return self.out(out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """Self-attention of the next T tokens of each row to all tokens so far, and the cache that holds them too."""
+        check_drops_nothing(self.config.dropout_rate, self.deterministic)
         out, cache = self.config.decode(*self._project(x, x), cache, sinks=self._sinks)
         return self.out(out), cache
 
@@ -89,7 +101,7 @@ class Attention(linen.Module):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             kernel_init=_named(config, config.kernel_init, *axes),
-            bias_init=_named(config, linen.initializers.zeros, *(axes[2:] if name == "out" else axes[1:])),
+            bias_init=_named(config, linen.initializers.zeros, *config.bias_axes(name)),
             **axis,
         )
 
@@ -108,6 +120,7 @@ class MultiHeadLatentAttention(linen.Module):
     Args:
       config: what it computes.
       features: of the tokens, in and out.
+      deterministic: as of `Attention`.
 
     Example:
       >>> import jax
@@ -122,6 +135,7 @@ class MultiHeadLatentAttention(linen.Module):
 
     config: MLAConfig
     features: int
+    deterministic: bool | None = None
 
     def setup(self):
         config = self.config
@@ -145,20 +159,25 @@ class MultiHeadLatentAttention(linen.Module):
         *,
         mask: Mask | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
     ) -> Float[Array, "B T features"]:
         """Causal self-attention."""
-        return self.out(self.config.attend(*self._heads(x, self._latent(x)), mask=mask, positions=positions))
+        heads, dropout_key = self._heads(x, self._latent(x)), _dropout_key(self, deterministic, dropout_rng)
+        return self.out(self.config.attend(*heads, mask=mask, positions=positions, dropout_key=dropout_key))
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T features"], KVCache]:
         """As `Attention.prefill`."""
+        check_drops_nothing(self.config.dropout_rate, self.deterministic)
         latent = self._latent(x)
         out, cache = self.config.prefill(*self._heads(x, latent), latent, cache, lengths=lengths)
         return self.out(out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """As `Attention.decode`."""
+        check_drops_nothing(self.config.dropout_rate, self.deterministic)
         kernels = {name: self._kernel(name) for name in ("key_up", "value_up")}
         out, cache = self.config.decode(self._query(x), self.key_rope(x), self._latent(x), cache, **kernels)
         return self.out(out), cache
@@ -183,3 +202,14 @@ class MultiHeadLatentAttention(linen.Module):
 
 def _named(config: AttentionConfig | MLAConfig, initializer: Any, *axes: str) -> Any:
     return linen.with_logical_partitioning(initializer, axes) if config.logical_axes else initializer
+
+
+def _dropout_key(
+    layer: Attention | MultiHeadLatentAttention, deterministic: bool | None, dropout_rng: Array | None
+) -> Array | None:
+    """The key of one call, as `linen.MultiHeadDotProductAttention` takes it; None where nothing is dropped."""
+    if not layer.config.dropout_rate:
+        return None
+    if linen.merge_param("deterministic", layer.deterministic, deterministic):
+        return None
+    return layer.make_rng("dropout") if dropout_rng is None else dropout_rng

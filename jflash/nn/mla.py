@@ -5,10 +5,12 @@ from jaxtyping import Array, Float, Int
 
 from jflash.decode import KVCache
 from jflash.masks import Mask
+from jflash.nn.dropout import DropoutLayer
 from jflash.nn.mla_config import MLAConfig
+from jflash.nn.sharding import projected
 
 
-class MultiHeadLatentAttention(nnx.Module):
+class MultiHeadLatentAttention(DropoutLayer):
     """Causal multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), for `flax.nnx`.
 
     From a token x comes a latent vector c, which is normalised; key and value of each head are linear in it:
@@ -27,7 +29,7 @@ class MultiHeadLatentAttention(nnx.Module):
     Args:
       config: what it computes.
       features: of the tokens, in and out.
-      rngs: for the parameters.
+      deterministic, rngs, keep_rngs: as of `Attention`.
 
     Example:
       >>> from flax import nnx
@@ -39,7 +41,15 @@ class MultiHeadLatentAttention(nnx.Module):
       ((1, 5, 40), (1, 9, 1, 32))
     """
 
-    def __init__(self, config: MLAConfig, features: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: MLAConfig,
+        features: int,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ):
         self.config = config
         for name, (size_in, size_out, axes) in config.projections.items():
             projection = nnx.LinearGeneral(
@@ -57,6 +67,8 @@ class MultiHeadLatentAttention(nnx.Module):
         self.latent_norm = self._norm(config.latent_dim, "latent", rngs)
         if config.query_latent_dim is not None:
             self.query_norm = self._norm(config.query_latent_dim, "query_latent", rngs)
+        # Last, as in Flax's layer: keys of the parameters do not depend on the rate.
+        super().__init__(config.dropout_rate, deterministic=deterministic, rngs=rngs, keep_rngs=keep_rngs)
 
     def __call__(
         self,
@@ -64,6 +76,8 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         mask: Mask | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T features"]:
         """Causal self-attention.
 
@@ -71,34 +85,42 @@ class MultiHeadLatentAttention(nnx.Module):
           x: tokens.
           mask: which pairs attend, of those that are not in the future.
           positions: of the tokens; None means 0, 1, 2 and so on.
+          deterministic, rngs: as of `Attention`.
 
         Raises:
           ShapeError, DtypeError, ArgumentError, UnsupportedError: as `flash_attention`.
         """
-        return self.out(self.config.attend(*self._heads(x, self._latent(x)), mask=mask, positions=positions))
+        heads, dropout_key = self._heads(x, self._latent(x)), self._dropout_key(deterministic, rngs)
+        out = self.config.attend(*heads, mask=mask, positions=positions, dropout_key=dropout_key)
+        return projected(self.out, out)
 
     def prefill(
         self, x: Float[Array, "B T features"], cache: KVCache, *, lengths: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T features"], KVCache]:
         """As `Attention.prefill`."""
+        self._check_drops_nothing()
         latent = self._latent(x)
         out, cache = self.config.prefill(*self._heads(x, latent), latent, cache, lengths=lengths)
-        return self.out(out), cache
+        return projected(self.out, out), cache
 
     def decode(self, x: Float[Array, "B T features"], cache: KVCache) -> tuple[Float[Array, "B T features"], KVCache]:
         """As `Attention.decode`."""
+        self._check_drops_nothing()
         kernels = {"key_up": self.key_up.kernel[...], "value_up": self.value_up.kernel[...]}
-        out, cache = self.config.decode(self._query(x), self.key_rope(x), self._latent(x), cache, **kernels)
-        return self.out(out), cache
+        out, cache = self.config.decode(self._query(x), projected(self.key_rope, x), self._latent(x), cache, **kernels)
+        return projected(self.out, out), cache
 
     def _latent(self, x: Array) -> Float[Array, "B T L"]:
-        return self.latent_norm(self.latent(x))
+        return self.latent_norm(projected(self.latent, x))
 
     def _query(self, x: Array) -> Float[Array, "B T N H+R"]:
-        return self.query(x if self.config.query_latent_dim is None else self.query_norm(self.query_down(x)))
+        if self.config.query_latent_dim is not None:
+            x = self.query_norm(projected(self.query_down, x))
+        return projected(self.query, x)
 
     def _heads(self, x: Array, latent: Array) -> tuple[Array, ...]:
-        return self._query(x), self.key_up(latent), self.value_up(latent), self.key_rope(x)
+        keys, values = projected(self.key_up, latent), projected(self.value_up, latent)
+        return self._query(x), keys, values, projected(self.key_rope, x)
 
     def _norm(self, size: int, axis: str, rngs: nnx.Rngs) -> nnx.RMSNorm:
         named = {"out_sharding": (axis,)} if self.config.logical_axes else {}

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -14,6 +15,7 @@ from jflash.masks import Causal, Lengths, Mask
 from jflash.masks.arrays import at_least_1
 from jflash.nn.config import LECUN_NORMAL
 from jflash.nn.rope import RoPE
+from jflash.scores import dropout_rate_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,11 @@ class MLAConfig:
       latent_dim: of the vector that keys and values come from, L.
       query_latent_dim: of the vector that queries come from; None for none, as in DeepSeek-V2-Lite.
       scale: of the logits; None means 1 / sqrt(head_dim + rope_dim).
-      rope, dtype, param_dtype, kernel_init, logical_axes, backend: as of `AttentionConfig`; the axes of the latent
-        vectors are named "latent" and "query_latent".
+      rope, dropout_rate, dtype, param_dtype, kernel_init, logical_axes, backend: as of `AttentionConfig`; the axes of
+        the latent vectors are named "latent" and "query_latent".
 
     Raises:
-      ArgumentError: a size is no whole number of at least 1, or rope_dim is odd.
+      ArgumentError: a size is no whole number of at least 1, rope_dim is odd, or a rate is none.
     """
 
     num_heads: int
@@ -43,11 +45,14 @@ class MLAConfig:
     query_latent_dim: int | None = None
     rope: RoPE = dataclasses.field(default_factory=RoPE)
     scale: float | None = None
+    dropout_rate: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Array] = LECUN_NORMAL
     logical_axes: bool = False
     backend: str = "auto"
+
+    causal: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("num_heads", "head_dim", "rope_dim", "value_head_dim", "latent_dim", "query_latent_dim"):
@@ -57,6 +62,7 @@ class MLAConfig:
             raise ArgumentError("rope_dim", found=repr(self.rope_dim), wanted="an even number: elements turn in pairs")
         if self.scale is None:
             object.__setattr__(self, "scale", (self.head_dim + self.rope_dim) ** -0.5)
+        dropout_rate_of(self.dropout_rate)
 
     @property
     def projections(self) -> dict[str, tuple[Any, Any, tuple[str, ...]]]:
@@ -75,16 +81,17 @@ class MLAConfig:
             "out": ((N, self.value_head_dim), None, (*heads, "embed")),
         }
 
-    def empty_cache(self, *, B: int, S: int, dtype: Any = None) -> KVCache:
+    def empty_cache(self, *, B: int, S: int, step: int = 1, dtype: Any = None) -> KVCache:
         """An empty cache of `latent_dim + rope_dim` numbers for each token, which are its key and its value.
 
         Args:
-          B, S: as of `KVCache.zeros`.
+          B, S, step: as of `KVCache.zeros`.
           dtype: as of `AttentionConfig.empty_cache`.
         """
         dtype = self.dtype if dtype is None else dtype
         dtype = self.param_dtype if dtype is None else dtype
-        return KVCache.zeros(B=B, S=S, K=1, H=self.latent_dim + self.rope_dim, dtype=dtype, shares_values=True)
+        sizes = {"B": B, "S": S, "K": 1, "H": self.latent_dim + self.rope_dim, "step": step}
+        return KVCache.zeros(**sizes, dtype=dtype, shares_values=True)
 
     def attend(
         self,
@@ -95,14 +102,21 @@ class MLAConfig:
         *,
         mask: Mask | None,
         positions: Int[Array, "*B T"] | None,
+        dropout_key: Array | None,
     ) -> Float[Array, "B T N Hv"]:
         """Causal attention with the key and the value of every head."""
         positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
-        shared = jnp.broadcast_to(self._rotated(key_rope, positions), (*k.shape[:-1], self.rope_dim))
+        sharding = jax.typeof(k).sharding
+        shared = jnp.broadcast_to(
+            self._rotated(key_rope, positions),
+            (*k.shape[:-1], self.rope_dim),
+            out_sharding=sharding if sharding.mesh.explicit_axes else None,
+        )
         mask = Causal() if mask is None else Causal() & mask
         q = jnp.concatenate(self._split(q, positions), axis=-1)
         k = jnp.concatenate([k, shared], axis=-1)
-        return flash_attention(q, k, v, mask=mask, scale=self.scale, backend=self.backend)
+        dropout = {} if dropout_key is None else {"dropout_rate": self.dropout_rate, "dropout_key": dropout_key}
+        return flash_attention(q, k, v, mask=mask, scale=self.scale, backend=self.backend, **dropout)
 
     def prefill(
         self,
@@ -117,7 +131,7 @@ class MLAConfig:
     ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
         """Attention among the first tokens of each row, and the cache of what keys and values come from."""
         mask = None if lengths is None else Lengths(q=lengths, kv=lengths)
-        out = self.attend(q, k, v, key_rope, mask=mask, positions=None)
+        out = self.attend(q, k, v, key_rope, mask=mask, positions=None, dropout_key=None)
         positions = jnp.arange(q.shape[1], dtype=jnp.int32)
         return out, cache.fill(self._cached(latent, key_rope, positions), lengths=lengths)
 

@@ -90,7 +90,7 @@ def placement_of(
     return Placement(batch=batch, heads=heads, head_shards=head_shards, K=K)
 
 
-def _mesh_axes(entry: Any) -> MeshAxes:
+def mesh_axes_of(entry: Any) -> MeshAxes:
     """The mesh axes in one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -127,7 +127,7 @@ def partitioned(
     def partition(mesh, arguments, results):
         spec = arguments[0].sharding.spec
         spec = (*spec, *(None,) * (4 - len(spec)))
-        wanted = {"batch": _mesh_axes(spec[0]), "heads": _mesh_axes(spec[2])}
+        wanted = {"batch": mesh_axes_of(spec[0]), "heads": mesh_axes_of(spec[2])}
         placement = placement_of(mesh.shape, **wanted, **sizes)
         if isinstance(placement, str):
             # XLA asked for a split that the heads do not allow: still right with all heads on every device.
@@ -193,7 +193,7 @@ def over_explicit_mesh(
     sharding = jax.typeof(q).sharding
     spec = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
     explicit = set(sharding.mesh.explicit_axes)
-    split = [tuple(axis for axis in _mesh_axes(entry) if axis in explicit) for entry in spec]
+    split = [tuple(axis for axis in mesh_axes_of(entry) if axis in explicit) for entry in spec]
     if not explicit:
         return function(*operands)
     for name, mesh_axes in (("its length T", split[1]), ("its head dim H", split[3])):

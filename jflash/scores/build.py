@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jflash.errors import ArgumentError
 from jflash.scores.alibi import linear_bias
-from jflash.scores.function import ScoreFunction, score_function
+from jflash.scores.function import ScoreFunction, refuse_args, score_function
 
 
 def score_functions(
@@ -21,8 +20,5 @@ def score_functions(
     steps = () if slopes is None else (linear_bias(slopes, position, **sizes),)
     if score_fn is not None:
         return (*steps, score_function(score_fn, score_args, **sizes))
-    if not isinstance(score_args, tuple) or score_args:
-        raise ArgumentError(
-            "score_args", found=f"{score_args!r} without a function", wanted="a `score_fn` to take them"
-        )
+    refuse_args(score_args)
     return steps

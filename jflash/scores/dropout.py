@@ -75,6 +75,20 @@ class StreamedDropout:
         return jnp.where(is_kept(pair_bits(RowWords(rows_a, rows_b), columns), self.rate), p / (1 - self.rate), 0)
 
 
+def dropout_rate_of(rate: Any) -> float:
+    """The rate, checked.
+
+    Raises:
+      ArgumentError: it is no Python number from 0 to below 1.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
+        hint = "It is part of the compiled program." if isinstance(rate, jax.Array) else ""
+        found = type(rate).__name__ if isinstance(rate, jax.Array) else repr(rate)
+        wanted = "a Python number from 0 to below 1"
+        raise ArgumentError("dropout_rate", found=found, wanted=wanted, hint=hint)
+    return float(rate)
+
+
 def dropout_of(rate: Any, key: Any, *, B: int, N: int) -> Dropout | None:
     """The dropout of a call, None for a rate of 0.
 
@@ -82,18 +96,14 @@ def dropout_of(rate: Any, key: Any, *, B: int, N: int) -> Dropout | None:
       ArgumentError: the rate is no Python number from 0 to below 1, or there is no key.
       ShapeError, DtypeError: the key is none of JAX.
     """
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
-        hint = "It is part of the compiled program." if isinstance(rate, jax.Array) else ""
-        found = type(rate).__name__ if isinstance(rate, jax.Array) else repr(rate)
-        wanted = "a Python number from 0 to below 1"
-        raise ArgumentError("dropout_rate", found=found, wanted=wanted, hint=hint)
+    rate = dropout_rate_of(rate)
     words = None if key is None else _words(key)
     if rate == 0:
         return None
     if words is None:
         wanted = f"a key of jax.random where dropout_rate={rate:g}"
         raise ArgumentError("dropout_key", found="None", wanted=wanted, hint="Give each step and layer one of its own.")
-    return Dropout(rate=float(rate), key=words, **indices(B=B, N=N))
+    return Dropout(rate=rate, key=words, **indices(B=B, N=N))
 
 
 def _words(key: Any) -> Any:

@@ -117,6 +117,16 @@ def score_function(fn: Any, args: Any, *, B: int, N: int, dtype: np.dtype) -> Sc
     )
 
 
+def refuse_args(args: Any) -> None:
+    """Refuses `score_args` of a call that has no `score_fn`.
+
+    Raises:
+      ArgumentError: there are some.
+    """
+    if not isinstance(args, tuple) or args:
+        raise ArgumentError("score_args", found=f"{args!r} without a function", wanted="a `score_fn` to take them")
+
+
 def at_pairs(array: Array, axes: str, *, q: Array, k: Array, S: int) -> Array:
     """What an array has at pairs: its last axes by the letters after "BN" become two, of queries and of keys.
 

@@ -12,6 +12,7 @@ import jflash
 from jflash.decode import KVCache, decode_attention
 from jflash.decode.cache import _slots
 from jflash.errors import ArgumentError, DtypeError, ShapeError
+from jflash.scores import by_position
 
 B, N, K, H, Hv, LENGTH = 3, 6, 2, 8, 5, 23
 
@@ -25,9 +26,9 @@ def cache_of(S=LENGTH, **arguments):
     return KVCache.zeros(**{"B": B, "S": S, "K": K, "H": H, "Hv": Hv} | arguments)
 
 
-def step(q, k, v, cache):
+def step(q, k, v, cache, **scores):
     cache = cache.append(k, v)
-    return decode_attention(q, cache), cache
+    return decode_attention(q, cache, **scores), cache
 
 
 # Nearly all the time of these tests is that of the compiler, and without optimisations it takes less.
@@ -35,13 +36,14 @@ append_and_attend = jax.jit(step, compiler_options={"xla_backend_optimization_le
 fill = jax.jit(KVCache.fill)
 
 
-def full(q, k, v, window=None):
+def full(q, k, v, window=None, score=lambda s, b, n, q, k: s):
     """Attention to all tokens before, or those in the window, written out in float64; a row for each token."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
     distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])
     visible = (distance >= 0) & (distance <= (LENGTH if window is None else window))
-    weights = np.where(visible, np.exp(np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H)), 0)
+    s = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H)
+    weights = np.where(visible, np.exp(score(s, *np.ix_(*map(range, s.shape)))), 0)
     return np.einsum("bnts,bsnd->btnd", weights / weights.sum(-1, keepdims=True), v)
 
 
@@ -94,6 +96,37 @@ def test_rows_of_different_lengths_go_on_each_at_its_own_position(window):
         now = (lengths + step)[:, None]
         out, cache = append_and_attend(*(x[rows[:, None], now] for x in (q, k, v)), cache)
         assert_close(out, wanted[rows[:, None], now])
+
+
+def of_positions(s, b, n, q, k, table):
+    """Whole numbers tell apart before and after, heads and rows; the table is indexed by a position."""
+    order, turn = (x.astype(s.dtype) for x in (q - 2 * k, (q * (n + 1) + b) % 3))
+    return s + 0.1 * order - 0.5 * turn + table[k]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    "has",
+    ["alibi_slopes score_fn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alibi_slopes", "score_fn"))],
+)
+def test_scores_are_of_positions_in_whatever_slot_a_token_is(window, has):
+    q, k, v = arrays()
+    generator = np.random.default_rng(1)
+    slopes, table = (generator.standard_normal(shape).astype(np.float32) for shape in ((B, N), LENGTH))
+
+    def score(s, b, n, q, k):
+        s = s - slopes[b, n] * abs(q - k) if "alibi_slopes" in has else s
+        return of_positions(s, b, n, q, k, table) if "score_fn" in has else s
+
+    wanted, lengths, rows = full(q, k, v, window, score), np.array([9, 2, 0]), np.arange(B)[:, None]
+    scores = {"alibi_slopes": slopes} if "alibi_slopes" in has else {}
+    scores |= {"score_args": (table,)} if "score_fn" in has else {}
+    run = jax.jit(functools.partial(step, **{"score_fn": of_positions} if "score_fn" in has else {}))
+    cache = fill(cache_of(window=window, step=3), k[:, :11], v[:, :11], lengths=lengths)
+    for T in (1, 1, 3, 3, 1, 1):
+        now = np.asarray(cache.positions(T))
+        out, cache = run(*(x[rows, now] for x in (q, k, v)), cache, **scores)
+        assert_close(out, wanted[rows, now])
 
 
 def test_a_prompt_longer_than_the_ring_leaves_its_last_tokens():
@@ -150,13 +183,17 @@ def test_a_row_past_its_slots_is_nan_and_the_others_are_right():
     np.testing.assert_array_equal(cache.k[1], k[1, :6])
 
 
+@pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize(("window", "mask"), [(None, "Causal"), (127, "(KeyRange")])
-def test_the_kernels_take_a_step(window, mask):
+def test_the_kernels_take_a_step(window, mask, scores):
     cache = jax.eval_shape(lambda: cache_of(S=4096, K=4, H=128, Hv=128, dtype=jnp.bfloat16, window=window))
     q = jax.ShapeDtypeStruct((B, 1, 16, 128), jnp.bfloat16)
     of_step = jax.eval_shape(lambda cache: cache.mask(1), cache)
     assert repr(of_step).startswith(mask)
-    explained = jflash.explain(q, cache.k, cache.v, mask=of_step, hardware="h200")
+    more = {"alibi_slopes": np.ones(16, np.float32), "score_fn": lambda s, b, n, q, k: s - (q - k).astype(s.dtype)}
+    at = {"q_positions": np.zeros((B, 1), np.int32), "k_positions": np.zeros((B, cache.k.shape[1]), np.int32)}
+    more = by_position(q, cache.k, **at, **more) if scores else {}
+    explained = jflash.explain(q, cache.k, cache.v, mask=of_step, **more, hardware="h200")
     assert explained.plan.backend == "mosaic_gpu"
 
 
@@ -227,6 +264,10 @@ def test_what_does_not_fit_raises():
         cache_of().fill(k, v, lengths=np.array([1, 2]))
     with pytest.raises(ShapeError, match=r"`q`: found T=3, wanted at most 2 at once.*step=3"):
         append_and_attend(q[:, :3], k[:, :3], v[:, :3], cache_of(window=4, step=2))
+    with pytest.raises(ShapeError, match=r"`alibi_slopes`: found shape \(2,\), wanted \(N,\)"):
+        decode_attention(q, cache_of().append(k, v), alibi_slopes=np.ones(K, np.float32))
+    with pytest.raises(ArgumentError, match=r"`score_args`: found .* without a function"):
+        decode_attention(q, cache_of().append(k, v), score_args=(np.ones(K),))
     with pytest.raises(ArgumentError, match=r"`window`: found -1"):
         cache_of(window=-1)
     with pytest.raises(ArgumentError, match=r"`step`: found 0"):

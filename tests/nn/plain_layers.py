@@ -3,6 +3,8 @@
 For 16 bits logits, softmax and angles are float32, as for the plain attention of the error rule.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,16 +28,28 @@ def normalised(x, scale, kind):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def dense_attention(q, k, v, visible, *, scale, softcap=None, sinks=None):
+def dense_attention(q, k, v, visible, *, scale, softcap=None, score=None, sinks=None):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=compute_dtype(q.dtype)) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    logits = logits if score is None else score(logits)
     logits = jnp.where(visible, logits, -1e30)
     if sinks is not None:  # a key more, without a value
         sinks = jnp.broadcast_to(sinks[:, None, None].astype(logits.dtype), (*logits.shape[:-1], 1))
         logits = jnp.concatenate([logits, sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bnts,bsnd->btnd", weights.astype(v.dtype), v)
+
+
+def scored(config, positions, logits):
+    """ALiBi and the score function by the positions of the tokens, (T,) or (B, T)."""
+    B, N = logits.shape[:2]
+    b, n = np.arange(B)[:, None, None, None], np.arange(N)[:, None, None]
+    positions = np.broadcast_to(positions, (B, logits.shape[-1]))
+    q, k = positions[:, None, :, None], positions[:, None, None]
+    if config.alibi_slopes is not None:
+        logits = logits - np.array(config.alibi_slopes).astype(logits.dtype)[n] * np.abs(q - k).astype(logits.dtype)
+    return logits if config.score_fn is None else config.score_fn(logits, b, n, q, k)
 
 
 def attention(weights, x, context, config, visible, positions):
@@ -54,7 +68,8 @@ def attention(weights, x, context, config, visible, positions):
         q, k = (rotated(x, positions, frequencies) for x in (q, k))
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     sinks = weights["sinks"] if config.sinks else None
-    out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap, sinks=sinks)
+    score = functools.partial(scored, config, np.asarray(positions)) if config.alibi_slopes or config.score_fn else None
+    out = dense_attention(q, k, v, visible, scale=scale, softcap=config.softcap, score=score, sinks=sinks)
     out = jnp.einsum("btnh,nhf->btf", out, weights["out"]["kernel"])
     return out + weights["out"]["bias"] if config.out_bias else out
 

@@ -1,6 +1,7 @@
 """The attention layers: equal to the formula written out, to each other, and step by step to the full pass."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from flax import linen, nnx
 from layer_helpers import assert_within_error_rule, normal, split
 
 import jflash.nn.linen
-from jflash.errors import ArgumentError, DtypeError
+from jflash.errors import ArgumentError, DtypeError, ShapeError
 from jflash.masks import Lengths, Segments
-from jflash.nn import Attention, AttentionConfig, RoPE
+from jflash.nn import Attention, AttentionConfig, MLAConfig, MultiHeadLatentAttention, RoPE, alibi_slopes
 
 B, T, S, N, K, H, FEATURES, KV_FEATURES = 2, 9, 7, 6, 3, 8, 10, 5
 
@@ -21,6 +22,13 @@ documents = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
 positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
 lengths = np.array([4, 6])
 t, s = np.arange(T)[:, None], np.arange(T)
+
+
+def uneven(s, b, n, q, k):
+    """A score that tells apart heads, rows, queries and keys, and which of two tokens comes first."""
+    of_head, of_order, of_row = (x.astype(s.dtype) for x in (n, q - 2 * k, (q + b) % 3 - k % 3))
+    return s * (1 + 0.1 * of_head) + 0.05 * of_order - 0.3 * of_row
+
 
 # Each: the config, the arguments of the call, and the pairs that attend.
 CASES = {
@@ -38,6 +46,13 @@ CASES = {
         ),
         {"mask": Segments(documents), "positions": positions},
         (s <= t) & (documents[:, None, :, None] == documents[:, None, None]),
+    ),
+    "scores_by_position": (
+        AttentionConfig(
+            num_heads=N, num_kv_heads=K, head_dim=H, softcap=2.0, alibi_slopes=alibi_slopes(N), score_fn=uneven,
+        ),
+        {"positions": 3 * positions - 1},
+        np.ones((T, T), bool),
     ),
     "cross": (
         AttentionConfig(num_heads=N, num_kv_heads=K, head_dim=H),
@@ -98,10 +113,26 @@ DECODERS = {
     "rope_window": AttentionConfig(
         num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True
     ),
-}
+    "scores": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, alibi_slopes=alibi_slopes(N), score_fn=uneven
+    ),
+    "alibi_window": AttentionConfig(
+        num_heads=N, num_kv_heads=1, head_dim=H, causal=True, window=(3, 0), alibi_slopes=alibi_slopes(N), softcap=2.0
+    ),
+    "score_fn_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(4, 0), score_fn=uneven, qk_norm="rms_norm"
+    ),
+    "all_window": AttentionConfig(
+        num_heads=N, num_kv_heads=K, head_dim=H, causal=True, window=(3, 0), rope=RoPE(base=50.0), sinks=True,
+        alibi_slopes=alibi_slopes(N), score_fn=uneven,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param("rope", marks=pytest.mark.slow), "rope_window"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "all_window" else pytest.mark.slow) for name in DECODERS],
+)
 def test_prefill_and_steps_are_rows_of_the_full_pass(name):
     """A prompt with padding, then one and three tokens at a time; each batch row at a position of its own."""
     config = DECODERS[name]
@@ -141,12 +172,16 @@ def test_linen_decodes_to_the_same_bits():
 
 
 @pytest.mark.slow
-def test_sixteen_bits_on_every_platform(platform):
+@pytest.mark.parametrize(
+    "scores",
+    [{"rope": RoPE(), "sinks": True}, {"alibi_slopes": alibi_slopes(N), "score_fn": uneven}],
+    ids=["rope_sinks", "scores"],
+)
+def test_sixteen_bits_on_every_platform(platform, scores):
     """With `-m gpu` on Hopper this is the layer by kernels: forward, backward, and steps of decoding."""
     config = AttentionConfig(
-        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), rope=RoPE(), sinks=True,
-        param_dtype=jnp.bfloat16,
-    )  # fmt: skip
+        num_heads=N, num_kv_heads=K, head_dim=64, causal=True, window=(70, 0), param_dtype=jnp.bfloat16, **scores
+    )
     parameters, layer = split(make(config))
     x = normal(4, B, 150, FEATURES, dtype=jnp.bfloat16)
     distance = np.arange(150)[:, None] - np.arange(150)
@@ -188,7 +223,7 @@ AXES = {
     "query": {"kernel": ("embed", "heads", "head_dim"), "bias": ("heads", "head_dim")},
     "key": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
     "value": {"kernel": ("embed", "kv_heads", "head_dim"), "bias": ("kv_heads", "head_dim")},
-    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
+    "out": {"kernel": ("heads", "head_dim", "embed"), "bias": (None,)},
     "query_norm": {"scale": ("head_dim",)},
     "key_norm": {"scale": ("head_dim",)},
     "sinks": ("heads",),
@@ -224,25 +259,57 @@ def test_parameters_of_nnx_are_made_where_the_rules_say():
         make(ANNOTATED)()
 
 
+EVERYTHING = AttentionConfig(
+    num_heads=N, num_kv_heads=2, head_dim=H, causal=True, window=(4, 0), rope=RoPE(base=50.0), qk_norm="rms_norm",
+    sinks=True, qkv_bias=True, out_bias=True, alibi_slopes=alibi_slopes(N), score_fn=uneven,
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_rows_split_over_explicit_axes():
-    config = DECODERS["rope"]
-    parameters, layer = split(make(config))
-    x, cache = normal(4, B, T, FEATURES), config.empty_cache(B=B, S=T)
+@pytest.mark.parametrize(
+    "rules",
+    [{"embed": "data"}, {"embed": None}, {"embed": "model", "heads": None}, {"embed": "data", "kv_heads": None}],
+    ids=["fsdp", "heads", "features", "query_heads"],
+)
+@pytest.mark.parametrize("name", ["attention", "latent"])
+def test_explicit_axes(name, rules):
+    """A full pass, its gradients, a prompt and a step, with rows of tokens over one axis and parameters over both."""
+    latent = MLAConfig(num_heads=N, head_dim=8, rope_dim=4, value_head_dim=5, latent_dim=8, query_latent_dim=6)
+    kind, config = {"attention": (Attention, EVERYTHING), "latent": (MultiHeadLatentAttention, latent)}[name]
+    axes = {"heads": "model", "kv_heads": "model", "head_dim": None, "latent": None, "query_latent": None} | rules
+    axes |= {"kv_heads": axes["heads"]} if rules.get("heads", "model") is None else {}
+
+    def run(layer, parameters, x):
+        def loss(parameters, x):
+            out = layer(parameters)(x)
+            return (out * jnp.cos(jnp.arange(FEATURES, dtype=out.dtype))).sum(), out
+
+        slopes, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(parameters, x)
+        prompt, cache = layer(parameters).prefill(x[:, :-1], config.empty_cache(B=B, S=T))
+        last, _ = layer(parameters).decode(x[:, -1:], cache)
+        return out, jnp.concatenate([prompt, last], axis=1), slopes
+
+    x = normal(4, B, T, FEATURES)
+    parameters, layer = split(lambda: kind(config, FEATURES, rngs=nnx.Rngs(0)))
+    wanted = jax.jit(functools.partial(run, layer))(parameters, x)
+    np.testing.assert_allclose(wanted[1], wanted[0], rtol=0, atol=5e-6)
+    annotated = dataclasses.replace(config, logical_axes=True)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(axes.items())):
+        parameters, layer = split(lambda: kind(annotated, FEATURES, rngs=nnx.Rngs(0)))
+        placed = jax.device_put(parameters, nnx.get_named_sharding(parameters, mesh))
+        rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(functools.partial(run, layer))(placed, rows)
+    assert found[0].sharding.spec[0] == found[1].sharding.spec[0] == "data"
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=3e-6 * max(1, np.abs(other).max()))
 
-    def prefill_and_decode(parameters, x, cache):
-        out, cache = layer(parameters).prefill(x[:, :-1], cache)
-        last, cache = layer(parameters).decode(x[:, -1:], cache)
-        return jnp.concatenate([out, last], axis=1), cache.k
 
-    wanted = jax.jit(lambda parameters, x: layer(parameters)(x))(parameters, x)
-    with jax.set_mesh(mesh):
-        everywhere, by_row = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
-        placed = jax.device_put((parameters, x, cache), (everywhere, by_row, by_row))
-        out, k = jax.jit(prefill_and_decode)(*placed)
-    assert out.sharding.spec[0] == k.sharding.spec[0] == "data"
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+def test_slopes_are_those_of_the_paper():
+    """Of 12 heads by hand: those of 8, then the first, third, fifth and seventh of 16."""
+    assert alibi_slopes(8) == tuple(2.0**-head for head in range(1, 9))
+    assert alibi_slopes(12) == (*alibi_slopes(8), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
+    assert alibi_slopes(1) == (2.0**-8,)
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -255,6 +322,8 @@ def test_rows_split_over_explicit_axes():
         ({"num_kv_heads": 0}, r"`num_kv_heads`: found 0"),
         ({"qk_norm": True}, r"`qk_norm`: found True"),
         ({"window": (1, 2, 3)}, r"`window`: found \(1, 2, 3\)"),
+        ({"alibi_slopes": (0.5, 0.25)}, r"`alibi_slopes`: found 2 numbers, wanted 6 of them"),
+        ({"alibi_slopes": (0.5,) * 5 + (np.nan,)}, r"`alibi_slopes`: found nan"),
     ],
 )
 def test_a_wrong_config_raises(arguments, wanted):
@@ -268,6 +337,8 @@ def test_a_wrong_config_raises(arguments, wanted):
         ({"causal": True}, "`causal`: found True, wanted none in cross-attention"),
         ({"window": 3}, "`window`: found 3"),
         ({"rope": RoPE()}, "`rope`: found RoPE"),
+        ({"alibi_slopes": alibi_slopes(N)}, r"`alibi_slopes`: found \(0.25"),
+        ({"score_fn": uneven}, "`score_fn`: found <function uneven"),
         ({}, "`positions`: found an array"),
     ],
 )
@@ -276,6 +347,15 @@ def test_positions_across_two_sequences_raise(arguments, wanted):
     more = {} if arguments else {"positions": np.arange(T)}
     with pytest.raises(ArgumentError, match=wanted):
         layer(normal(4, B, T, FEATURES), normal(5, B, S, FEATURES), **more)
+
+
+@pytest.mark.parametrize("scores", [{"rope": RoPE()}, {"alibi_slopes": alibi_slopes(N)}, {"score_fn": uneven}], ids=str)
+def test_positions_of_other_tokens_raise(scores):
+    """Too few of them would be read past their end, which JAX does without a word."""
+    layer = make(AttentionConfig(num_heads=N, head_dim=H, **scores))()
+    for shape in ((T - 1,), (T + 1,), (B + 1, T)):
+        with pytest.raises(ShapeError, match=r"`positions`: found shape"):
+            layer(normal(4, B, T, FEATURES), positions=np.zeros(shape, np.int32))
 
 
 def test_a_cache_of_another_layer_raises():

@@ -1,6 +1,8 @@
 """The decoder: the formula written out, decoding, remat, export, and training beside the reference."""
 
+import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +12,25 @@ import plain_layers
 import pytest
 from flax import nnx
 from helpers import count
+from jax.sharding import AxisType, NamedSharding
 from layer_helpers import assert_within_error_rule, next_token_loss, split, widened
 
 from jflash.errors import ArgumentError
 from jflash.masks import Segments
-from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, generate, save_attention
+from jflash.nn import AttentionConfig, Decoder, DecoderConfig, MLAConfig, RoPE, alibi_slopes, generate, save_attention
 from jflash.testing.budget import measure
 
 B, T, VOCAB = 2, 11, 13
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, causal=True, rope=RoPE(base=50.0))
-CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=14, attention=ATTENTION)
+CONFIG = DecoderConfig(vocab_size=VOCAB, num_layers=2, features=10, hidden_features=16, attention=ATTENTION)
 WINDOW = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, window=(3, 0)))
+LATENT = dataclasses.replace(
+    CONFIG,
+    attention=MLAConfig(
+        num_heads=4, head_dim=6, rope_dim=4, value_head_dim=5, latent_dim=8, rope=RoPE(base=50.0), query_latent_dim=7
+    ),
+)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 
 
@@ -51,10 +60,15 @@ def test_packed_documents_are_as_each_alone():
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), WINDOW], ids=["full", "window"])
-def test_generate_takes_the_most_likely_token_each_time(config):
+# The seeds of parameters with which each repeats itself less than with most.
+@pytest.mark.parametrize(
+    ("config", "seed"),
+    [pytest.param(CONFIG, 29, marks=pytest.mark.slow), (WINDOW, 29), pytest.param(LATENT, 3, marks=pytest.mark.slow)],
+    ids=["full", "window", "latent"],
+)
+def test_generate_takes_the_most_likely_token_each_time(config, seed):
     """Against the full pass over prompt and continuation, for each row alone: prompts have lengths of their own."""
-    parameters, model = split(make(config), seed=29)  # with which it repeats itself less than with most
+    parameters, model = split(make(config), seed=seed)
     lengths, num_tokens = np.array([5, 2]), 6
     made = jax.jit(
         lambda parameters, prompt: generate(model(parameters), prompt, num_tokens=num_tokens, lengths=lengths)
@@ -83,6 +97,8 @@ def test_drawn_tokens_follow_the_key():
     first, again, other = (draw(parameters, jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+    with pytest.raises(ArgumentError, match=r"`temperature`: found -0.5, wanted at least 0"):
+        generate(model(parameters), TOKENS, num_tokens=1, temperature=-0.5)
     with pytest.raises(ArgumentError, match=r"`key`: found None.*temperature=5.0"):
         generate(model(parameters), TOKENS, num_tokens=1, temperature=5.0)
 
@@ -142,23 +158,65 @@ def test_remat_changes_no_gradient():
 # Over a mesh ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_gradients_over_a_mesh():
-    """Parameters where the rules for their logical axes say, tokens split over rows: the gradients of one device."""
-    parameters, step = gradients(CONFIG)
-    wanted = jax.jit(step)(parameters)
-    annotated = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, logical_axes=True))
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rules = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("hidden", "model"), ("vocab", None))
-    with jax.set_mesh(mesh), nnx.logical_axis_rules((*rules, ("head_dim", None))):
-        same, model = split(make(annotated))
-        placed = jax.device_put(same, nnx.get_named_sharding(same, mesh))
-        tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
-        found = jax.jit(jax.grad(lambda p, tokens: next_token_loss(model(p)(tokens), tokens)))(placed, tokens)
-    query = nnx.to_pure_dict(found)["blocks"][0]["attention"]["query"]["kernel"]
-    assert query.sharding.spec == jax.P("data", "model", None)
+# Parameters split over the devices of the batch, as for fully sharded data parallelism, and over heads, of which there
+# are more for queries than for keys and values, and as many as devices.
+RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", None), ("hidden", "model"), ("vocab", None))
+KINDS = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+
+
+@contextlib.contextmanager
+def over_a_mesh(config, kind, *, seed=7):
+    """Parameters, the model as a function of them, and tokens split over rows, while the mesh is set."""
+    annotated = dataclasses.replace(config, attention=dataclasses.replace(config.attention, logical_axes=True))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules((*RULES, ("head_dim", None))):
+        parameters, model = split(make(annotated), seed=seed)
+        placed = jax.device_put(parameters, nnx.get_named_sharding(parameters, mesh))
+        yield placed, model, jax.device_put(TOKENS, NamedSharding(mesh, jax.P("data")))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])
+def test_logits_and_gradients_over_a_mesh(kind):
+    """Those of one device, each where the rules for logical axes say."""
+
+    def both(model, parameters, tokens):
+        def loss(parameters):
+            logits = model(parameters)(tokens)
+            return next_token_loss(logits, tokens), logits
+
+        return jax.grad(loss, has_aux=True)(parameters)
+
+    # Nearly all the time is that of the compiler, which needs less of it this way.
+    compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    parameters, model = split(make(CONFIG))
+    wanted = compiled(functools.partial(both, model))(parameters, TOKENS)
+    with over_a_mesh(CONFIG, kind) as (placed, model, tokens):
+        found = compiled(functools.partial(both, model))(placed, tokens)
+    slopes, logits = found
+    query = nnx.to_pure_dict(slopes)["blocks"][0]["attention"]["query"]["kernel"]
+    assert query.sharding.spec[:2] == ("data", "model")
+    if kind is AxisType.Explicit:
+        assert logits.sharding.spec == jax.P("data", None, None)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * max(1, np.abs(other).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])
+def test_generate_over_a_mesh(kind):
+    """Prompts of lengths of their own, a ring of slots, scores by position: the tokens that one device makes."""
+    attention = dataclasses.replace(WINDOW.attention, alibi_slopes=alibi_slopes(4))
+    config, lengths = dataclasses.replace(WINDOW, attention=attention), np.array([5, 2])
+
+    def make_tokens(model, parameters, tokens):
+        return generate(model(parameters), tokens[:, :5], num_tokens=6, lengths=lengths)
+
+    parameters, model = split(make(config), seed=29)
+    wanted = jax.jit(functools.partial(make_tokens, model))(parameters, TOKENS)
+    with over_a_mesh(config, kind, seed=29) as (placed, model, tokens):
+        found = jax.jit(functools.partial(make_tokens, model))(placed, tokens)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(np.unique(found)) > 3
 
 
 # Training ------------------------------------------------------------------------------------------------------------

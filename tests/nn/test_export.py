@@ -1,7 +1,9 @@
 """`jax.export` of a training step: to a process without Flax and jflash, for CUDA from the CPU, over a mesh."""
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
-from layer_helpers import next_token_loss, split
+from layer_helpers import next_token_loss, split, widened
 
 import jflash
 from jflash.nn import AttentionConfig, Decoder, DecoderConfig, RoPE, save_attention
+from jflash.testing.budget import measure
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 B, T, VOCAB = 2, 11, 13
 
@@ -81,6 +86,62 @@ def test_a_training_step_exports_for_cuda_with_the_kernels_in_it():
     assert "jflash_forward_sm90" in text and "jflash_backward_sm90" in text
     with pytest.raises(ValueError, match="cuda"):
         again.call(leaves, np.zeros(tokens.shape, np.int32))
+
+
+# On the device --------------------------------------------------------------------------------------------------------
+
+HALF = dataclasses.replace(
+    CONFIG, attention=dataclasses.replace(ATTENTION, head_dim=64, dtype=jnp.bfloat16), remat=save_attention
+)
+LONG = np.random.default_rng(1).integers(0, VOCAB, (B, 130)).astype(np.int32)
+
+
+def export_half(platform: str, file: str) -> None:
+    """What the process below does, which has no GPU: the training step in 16 bits, planned for an H200, as a file."""
+    assert jax.default_backend() == "cpu"
+    leaves, step = training_step(HALF)
+    options = jflash.use_options(hardware="h200") if platform == "cuda" else contextlib.nullcontext()
+    with options:
+        exported = jax.export.export(jax.jit(step), platforms=[platform])(leaves, LONG)
+    pathlib.Path(file).write_bytes(exported.serialize())
+
+
+@pytest.mark.slow
+def test_what_a_process_without_a_gpu_exported_runs_within_the_error_rule(platform, tmp_path):
+    """With `-m gpu` on an H200 these are the kernels in the file; on the CPU it is the same test of `xla`."""
+    target = {"cpu": "cpu", "gpu": "cuda"}[platform]
+    source = f"import test_export; test_export.export_half({target!r}, 'step')"
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "nn")))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": folders}
+    subprocess.run([sys.executable, "-c", source], cwd=tmp_path, env=environment, check=True, timeout=300)
+    again = jax.export.deserialize(bytearray((tmp_path / "step").read_bytes()))
+    assert again.platforms == (target,)
+    assert ("jflash_forward_sm90" in again.mlir_module()) == (platform == "gpu")
+
+    leaves, _ = training_step(HALF)
+
+    def logits_and_slopes(results, before) -> dict[str, np.ndarray]:
+        logits, new_leaves = results
+        pairs = enumerate(zip(before, new_leaves, strict=True))
+        slopes = {
+            f"slope {i}": (np.asarray(old, np.float64) - np.asarray(new, np.float64)) / 0.1 for i, (old, new) in pairs
+        }
+        return {"logits": np.asarray(logits, np.float64)} | slopes
+
+    def reference(dtype, leaves):
+        attention = dataclasses.replace(HALF.attention, backend="reference", dtype=dtype)
+        _, step = training_step(dataclasses.replace(HALF, attention=attention))
+        return logits_and_slopes(jax.jit(step)(leaves, LONG), leaves)
+
+    found = logits_and_slopes(again.call(leaves, LONG), leaves)
+    with jax.numpy_dtype_promotion("standard"):  # for Flax's norms
+        plain = reference(jnp.bfloat16, leaves)
+        with jax.enable_x64(True):
+            truth = reference(jnp.float64, widened(leaves))
+    rows = measure(found, truth=truth, plain=plain, dtype="bfloat16")
+    # As in `assert_within_error_rule`: the mean of a few errors is a matter of chance.
+    judged = [row for row in rows if row.statistic == "max" or truth[row.name].size >= 100]
+    assert len(judged) > len(truth) and all(row.within for row in judged), "\n".join(map(str, judged))
 
 
 # Over a mesh ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -210,33 +210,18 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     head_group = _forward_head_group(problem, H + Hv) if masked else 1
     forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
     if forward is None:
-        traits = {
-            "masked": masked,
-            "plain": plain,
-            "has_lists": has_lists,
-            "key_values": key_values,
-            "pair_bytes": pair_bytes,
-        }
+        traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
         forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
-    return HopperTiles(
+    tiles = HopperTiles(
         forward=forward,
         backward=dataclasses.replace(
-            _backward_tiles(H, Hv, few_registers=has_lists or not plain, pair_bytes=pair_bytes),
+            _backward_tiles(H, Hv, few_registers=has_lists or not plain),
             head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
         ),
-        backward_dq=_dq_tiles(H, Hv, plain=plain, pair_bytes=pair_bytes, head_group=head_group),
+        backward_dq=_dq_tiles(H, Hv, plain=plain, head_group=head_group),
     )
-
-
-def bytes_of_pairs(problem: Problem) -> int:
-    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
-    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
-
-
-def has_booleans_of_pairs(problem: Problem) -> bool:
-    """Whether the mask holds a boolean for each pair of query and key, not just for each of the one or the other."""
-    return any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
+    return _beside_pairs(tiles, H, Hv, pair_bytes) if pair_bytes else tiles
 
 
 def _forward_head_group(problem: Problem, columns: int) -> int:
@@ -327,7 +312,7 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
 
 
 def _forward_tiles(
-    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, pair_bytes: int, head_group: int
+    H: int, Hv: int, *, masked: bool, plain: bool, has_lists: bool, key_values: int, head_group: int
 ) -> ForwardTiles:
     if max(H, Hv) <= 64 and plain:
         # With a list of tiles, 128 keys leave a thread no register of its 160: 12 bytes of spills with JAX 0.12.0.1.
@@ -337,72 +322,80 @@ def _forward_tiles(
     # two values for each key, as of `Tree`, or other logits than q · k, 8 to 12 bytes are spilled.
     widest_qk = 192 if key_values < 2 and plain else 128
     block_k = 128 if Hv <= 128 and H <= widest_qk else 64
-    block_q, stages = 2 * WARPGROUP_ROWS, 2
-    if pair_bytes:
-        candidates = (block_k, 2), (64, 2), (64, 1)
-        block_k, stages = _largest(
-            candidates,
-            lambda block_k, stages: (
-                2 * (block_q * max(H, Hv) + stages * block_k * (H + Hv)) + block_q * block_k * pair_bytes
-            ),
-        )
-    return ForwardTiles(warpgroups=2, block_k=block_k, stages=stages, head_group=head_group)
+    return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(H: int, Hv: int, *, few_registers: bool, pair_bytes: int) -> BackwardTiles:
+def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0), with other
     # logits than q · k up to 700.
     if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
-        q_stages, do_stages = 2, 2
-        if pair_bytes:
-            # K, V, Q, dO, dS and dQ; of the bias and the mask what belongs to all of a block.
-            q_stages, do_stages = _largest(
-                _STAGES,
-                lambda q, do: 2 * (128 * (H + Hv) + 64 * (q * H + do * Hv + q * 128)) + 32768 + 8192 * pair_bytes,
-            )
-        return BackwardTiles(block_q=64, q_stages=q_stages, do_stages=do_stages)
+        return BackwardTiles(block_q=64)
     # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
     # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
     # after the last.
     columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-    q_stages, do_stages = 2, 2 if columns <= 384 else 1
-    if pair_bytes:
-        H, Hv = (2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-        q_stages, do_stages = _largest(
-            _STAGES, lambda q, do: 128 * (H + Hv + q * H + do * Hv + 128) + 32768 + 4096 * pair_bytes
-        )
-    return BackwardTiles(block_q=64, block_k=64, q_stages=q_stages, do_stages=do_stages)
+    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
 
 
-def _dq_tiles(H: int, Hv: int, *, plain: bool, pair_bytes: int, head_group: int) -> DqTiles:
+def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
     """The largest that fit; ptxas 13.0 compiles them without spills for every mask, with at most 219 registers."""
     # Accumulators of dq, S and dP for 128 keys and more than 128 columns of dq would not fit the registers, nor at 128
     # would what makes other logits than q · k (480 bytes of spills). With more than 448 columns, Q, dO and two stages
     # of K and of V would not fit the 227 KiB of shared memory. V gives way: its slot is free as soon as dP is there,
     # that of K only after dQ.
-    block_k = 128 if max(H, Hv) <= (128 if plain else 64) else 64
-    k_stages, v_stages = 2, 2 if H + Hv <= 448 else 1
-    if pair_bytes:
-        k_stages, v_stages = _largest(
-            _STAGES, lambda k, v: 256 * (H + Hv) + 2 * block_k * (k * H + v * Hv) + 128 * block_k * pair_bytes
-        )
-    return DqTiles(block_k=block_k, k_stages=k_stages, v_stages=v_stages, head_group=head_group)
+    return DqTiles(
+        block_k=128 if max(H, Hv) <= (128 if plain else 64) else 64,
+        v_stages=2 if H + Hv <= 448 else 1,
+        head_group=head_group,
+    )
 
 
-# Stages of Q and dO, or of K and V, the best first.
-_STAGES = (2, 2), (2, 1), (1, 1)
-# What tiles may take of shared memory: 3 to 4 KiB more are barriers, statistics, sums and indices.
+# What each pair of query and key has in shared memory -----------------------------------------------------------------
+
+
+# What tiles may take: 3 to 4 KiB more are barriers, statistics, sums and indices.
 _TILE_BYTES = 224 * 2**10
 
 
-def _largest(candidates: Sequence[tuple[int, int]], tile_bytes: Callable[[int, int], int]) -> tuple[int, int]:
-    """The first of the candidates that fits shared memory; if none does, the last, which `fits_pairs` has looked at."""
-    return next((own for own in candidates if tile_bytes(*own) < _TILE_BYTES), candidates[-1])
+def bytes_of_pairs(problem: Problem) -> int:
+    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
+    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
+
+
+def has_booleans_of_pairs(problem: Problem) -> bool:
+    """Whether the mask holds a boolean for each pair of query and key, not just for each of the one or the other."""
+    return any(squeezed(value).axes == "BNTS" for value in problem.mask.mask.values())
+
+
+def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> HopperTiles:
+    """The tiles, smaller or with fewer stages where shared memory must hold those of pairs besides."""
+
+    def fitting(own: Any, *changes: dict[str, int], columns: tuple[int, int], rest: int = 0) -> Any:
+        candidates = [own, *(dataclasses.replace(own, **change) for change in changes)]
+        fits = (x for x in candidates if _pairs_fit(x, columns, x.block_q * x.block_k * pair_bytes + rest))
+        return next(fits, candidates[-1])
+
+    backward, is_wide = tiles.backward, tiles.backward.block_k == 64
+    # The warpgroups split the columns there.
+    columns = tuple(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv)) if is_wide else (H, Hv)
+    # P and dS, or the two slots of dS, in 16 bits, and dQ of each warpgroup in 32.
+    rest = 2 * _ITEM_BYTES * backward.block_q * backward.block_k + 2 * 4 * WARPGROUP_ROWS * CHUNK
+    return dataclasses.replace(
+        tiles,
+        forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}, columns=(H, Hv)),
+        backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, columns=columns, rest=rest),
+        backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}, columns=(H, Hv)),
+    )
+
+
+def _pairs_fit(tiles: Any, columns: tuple[int, int], rest: int) -> bool:
+    return tiles.operand_bytes(*columns) + rest < _TILE_BYTES
 
 
 def fits_pairs(problem: Problem) -> bool:
     """Whether the kernels have room for what the problem has for each pair: that for a bias's cotangent has least."""
-    columns = CHUNK * (chunks(problem.H) + chunks(problem.Hv))
-    return 2 * (2 * WARPGROUP_ROWS + 64) * columns + 2 * WARPGROUP_ROWS * 64 * bytes_of_pairs(problem) <= _TILE_BYTES
+    columns = _columns(problem.H) + _columns(problem.Hv)
+    rows = 2 * WARPGROUP_ROWS
+    return _ITEM_BYTES * (rows + 64) * columns + rows * 64 * bytes_of_pairs(problem) <= _TILE_BYTES

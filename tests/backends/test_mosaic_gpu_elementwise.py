@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jflash
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
@@ -54,6 +56,30 @@ def test_on_tiles_it_is_the_function(name):
     np.testing.assert_allclose(value, wanted, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(derivative, wanted_derivative, rtol=2e-6, atol=2e-6)
     assert value_and_derivatives(of_scalars, (FLOAT, INT, INT)).refusal is None
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_function_traced_first_inside_of_shard_map_is_no_other(kind):
+    """JAX sums the cotangents of scalars there, over no axes."""
+
+    def of_scalars(s, q, k):
+        return 2 * jnp.tanh(s / 2) * s
+
+    found = []
+
+    def body(x):
+        found.append(value_and_derivatives(of_scalars, (FLOAT, INT, INT)))
+        return x
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    value_and_derivatives.cache_clear()
+    x = jax.device_put(jnp.ones(4), NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))).trace(x)
+    assert found[0].refusal is None
+    s = jnp.linspace(-3, 3, 7)
+    _, derivative = found[0](s, jnp.zeros(7, INT), jnp.zeros(7, INT))
+    np.testing.assert_allclose(derivative, jax.vmap(jax.grad(lambda s: of_scalars(s, 0, 0)))(s), rtol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ def is_plain(problem: Problem) -> bool:
 
 def refusal(problem: Problem) -> str | None:
     """Why a kernel cannot compute these logits, or None."""
+    if is_plain(problem):
+        return None
     functions = problem.functions.value if problem.functions else ()
     sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
     try:
@@ -147,6 +149,7 @@ def refusal(problem: Problem) -> str | None:
         if np.dtype(array.dtype) not in DTYPES:
             return f"its kernels take float32, int32 and booleans of a score function, not {array.dtype}"
     evaluate = value_and_derivatives(_function_of(problem, functions), _dtypes([*of_bias, *arrays]))
+    # What is refused is of the caller's: a softcap and a bias are not.
     return evaluate.refusal and f"{evaluate.refusal}, of {functions[-1]}"
 
 

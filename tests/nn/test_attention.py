@@ -349,7 +349,11 @@ def test_positions_across_two_sequences_raise(arguments, wanted):
         layer(normal(4, B, T, FEATURES), normal(5, B, S, FEATURES), **more)
 
 
-@pytest.mark.parametrize("scores", [{"rope": RoPE()}, {"alibi_slopes": alibi_slopes(N)}, {"score_fn": uneven}], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [{"rope": RoPE()}, {"alibi_slopes": alibi_slopes(N)}, {"score_fn": uneven}],
+    ids=lambda scores: next(iter(scores)),
+)
 def test_positions_of_other_tokens_raise(scores):
     """Too few of them would be read past their end, which JAX does without a word."""
     layer = make(AttentionConfig(num_heads=N, head_dim=H, **scores))()

@@ -556,7 +556,7 @@ def test_first_call_of_fresh_processes():
         assert all(part > 0 for part in seconds)
         assert line["beyond_jax_s"] == pytest.approx(sum(seconds[2:]), abs=0.005)
     # The cache spares the compiler alone.
-    assert warm["compile_s"] < cold["compile_s"] / 3
+    assert warm["compile_s"] < cold["compile_s"] / 2
 
 
 def test_first_call_of_what_is_not_there():

@@ -31,7 +31,7 @@ def attention_fn(
 
     - `mask`, True or nonzero where a pair attends, as Flax's helpers make it, becomes a `jflash.masks.Dense`; `bias` is
       added to the logits, and an additive mask belongs there. Both broadcast to (*batch, N, T, S). A pattern given to
-      `attention_fn` itself needs no such array, and lets kernels run that take none.
+      `attention_fn` itself needs no such array, whose memory and time grow with the square of the length.
     - Any number of batch axes. Fewer key/value heads than query heads, also where Flax's function refuses them.
     - `dtype` is the dtype computed in; None is the widest of query, key and value.
     - `is_causal` is aligned at the top left, as in Flax. `input_positions`, (*batch, T), are for `rope`, as those of

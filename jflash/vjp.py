@@ -99,8 +99,8 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
     )
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip((dq, dk, dv), operands))
     d_values = [
-        sum_to(_sum_like(gradient, array, axes), array)
-        for gradient, (array, axes) in zip(d_values, learned_arrays(problem, operands), strict=True)
+        sum_to(_sum_like(gradient, array), array)
+        for gradient, (array, _) in zip(d_values, learned_arrays(problem, operands), strict=True)
     ]
     return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, d_values, lse, delta), mask=None),)
 
@@ -114,7 +114,7 @@ def _instantiate(cotangent: Any) -> Array:
     return cotangent
 
 
-def _sum_like(gradient: Array, array: Array, axes: str) -> Array:
+def _sum_like(gradient: Array, array: Array) -> Array:
     """The cotangent of an array from one that has entries for each batch row and head (`gradient_axes`)."""
     over = tuple(i for i, (size, own) in enumerate(zip(gradient.shape, array.shape, strict=True)) if size != own)
     return gradient.sum(over, keepdims=True).astype(array.dtype)

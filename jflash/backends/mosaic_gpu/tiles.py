@@ -373,9 +373,11 @@ def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> Hoppe
     """The tiles, smaller or with fewer stages where shared memory must hold those of pairs besides."""
 
     def fitting(own: Any, *changes: dict[str, int], columns: tuple[int, int], rest: int = 0) -> Any:
+        def tile_bytes(tiles: Any) -> int:
+            return tiles.operand_bytes(*columns) + tiles.block_q * tiles.block_k * pair_bytes + rest
+
         candidates = [own, *(dataclasses.replace(own, **change) for change in changes)]
-        fits = (x for x in candidates if _pairs_fit(x, columns, x.block_q * x.block_k * pair_bytes + rest))
-        return next(fits, candidates[-1])
+        return next((tiles for tiles in candidates if tile_bytes(tiles) < _TILE_BYTES), candidates[-1])
 
     backward, is_wide = tiles.backward, tiles.backward.block_k == 64
     # The warpgroups split the columns there.
@@ -388,10 +390,6 @@ def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> Hoppe
         backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, columns=columns, rest=rest),
         backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}, columns=(H, Hv)),
     )
-
-
-def _pairs_fit(tiles: Any, columns: tuple[int, int], rest: int) -> bool:
-    return tiles.operand_bytes(*columns) + rest < _TILE_BYTES
 
 
 def fits_pairs(problem: Problem) -> bool:

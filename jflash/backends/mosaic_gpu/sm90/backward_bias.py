@@ -136,16 +136,16 @@ class _BiasGradient(QueryTiles):
         warpgroup = lax.axis_index("warpgroup")
         heads = self.rows_of_bias * self.heads_of_bias
         head, row = head_and_row(lax.axis_index("block"), rows=self.visits.rows, heads=heads, head_group=1)
-        first = lax.div(head, i32(self.heads_of_bias)), lax.rem(head, i32(self.heads_of_bias))
+        b, n = lax.div(head, i32(self.heads_of_bias)), lax.rem(head, i32(self.heads_of_bias))
         part = lax.min(warpgroup, i32(_WARPGROUPS - 1))
-        visits = self._visits(mask_refs, b=first[0], row=row, part=part)
-        rows = Rows(*first, row * self.block_q, visits, None, None, mask_refs, term_refs, s, warpgroup)
+        visits = self._visits(mask_refs, b=b, row=row, part=part)
+        rows = Rows(b, n, row * self.block_q, visits, None, None, mask_refs, term_refs, s, warpgroup)
 
         @pl.when(warpgroup < _WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS[_WARPGROUPS], action="increase")
             plgpu.barrier_wait(s.ids_full)
-            self._sum_up(rows._replace(q_at=rows.q_at + warpgroup * WARPGROUP_ROWS), first, statistics, d_bias_g)
+            self._sum_up(rows._replace(q_at=rows.q_at + warpgroup * WARPGROUP_ROWS), statistics, d_bias_g)
 
         @pl.when(warpgroup == _WARPGROUPS)
         def _load():
@@ -198,7 +198,7 @@ class _BiasGradient(QueryTiles):
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 
-    def _sum_up(self, rows: Rows, first, statistics, d_bias_g) -> None:
+    def _sum_up(self, rows: Rows, statistics, d_bias_g) -> None:
         s, q_at = rows.s, rows.q_at
         (_, q), (_, d_out), (_, k), (_, v) = s.q, s.d_out, s.k, s.v
         if self.members == 1:
@@ -230,7 +230,7 @@ class _BiasGradient(QueryTiles):
 
         def store(visit, x):
             keys = pl.ds(rows.visits.column(visit) * self.block_k, self.block_k)
-            d_bias_g[(*first, pl.ds(q_at, WARPGROUP_ROWS), keys)] = x
+            d_bias_g[rows.b, rows.n, pl.ds(q_at, WARPGROUP_ROWS), keys] = x
 
         def add(step, total):
             ds, visit = ds_of(step)

@@ -187,6 +187,19 @@ def hopper_kernel(
     )
 
 
+def from_zeros(kernel: Callable[[Any], Sequence[jax.Array]], zeros: jax.Array, out_types: Sequence[Any]) -> Any:
+    """What a kernel makes of a reference that begins with these zeros, and then its results.
+
+    A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
+    """
+
+    def run(refs):
+        for ref, result in zip(refs[1:], kernel(refs[0])):
+            ref[...] = result
+
+    return pl.run_state(run)((zeros, *(jnp.zeros(x.shape, x.dtype) for x in out_types)))
+
+
 def load_pieces(source: Any, pieces: Sequence[Any], barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
     """TMA of rows of one head of a (B, length, heads, columns) array; each piece arrives at `barrier` once."""
     for index, piece in enumerate(pieces):
@@ -252,6 +265,24 @@ def exchange(barrier: Any, *, inline_ptx: bool) -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _count_up(_, counter, slot, first):
+    mgpu_utils.inline_ptx(
+        "{ .reg .pred p; .reg .u32 thread, count; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
+        " setp.eq.u32 p, thread, 0; @p atom.global.add.u32 count, [$0], 1; @p add.u32 count, count, $2;"
+        " @p st.shared.u32 [$1], count; }",
+        mgpu_utils.memref_ptr(counter),
+        mgpu_utils.memref_ptr(slot),
+        first.registers.item(),
+        has_side_effects=True,
+    )
+
+
+def count_up(counter: Any, slot: Any, *, first: int) -> None:
+    """Takes the next number of a counter in global memory, from `first` on, to shared memory, by one thread."""
+    _count_up(counter, slot, i32(first))
 
 
 @plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT))

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash.backends.mosaic_gpu.places import Places
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -33,6 +34,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     along_rows,
     any_row,
+    from_zeros,
     hopper_kernel,
     i32,
     load_pieces,
@@ -134,6 +136,13 @@ class _Forward:
         split = {"warpgroups": self.tiles.warpgroups, "split": "T"}
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups, **split)
         self.terms = TileTerms(problem, operands, tile_map, **split)
+        self.places = Places(
+            problem.B * problem.N * self.visits.rows * self.tiles.splits,
+            blocks=self.tiles.blocks,
+            counted=self.tiles.counted,
+            warpgroups=self.tiles.warpgroups,
+            inline_ptx=tiles.inline_ptx,
+        )
         self.stores_float32 = _stores_float32(problem, self.tiles)
         # The merge adds the sinks itself.
         self.sinks = None if self.stores_float32 else operands.sinks
@@ -141,6 +150,24 @@ class _Forward:
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not self.tiles.counted:
+            return self._call(q, k, v)
+        return from_zeros(lambda counter: self._call(q, k, v, counter), jnp.zeros(1, jnp.int32), self.out_types)[1:]
+
+    @property
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Out and lse as the kernel gives them."""
+        problem = self.problem
+        # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
+        lse_shape = (problem.B, problem.N, self.visits.rows * self.block_q)
+        out_type = (problem.B, problem.T, problem.N, problem.Hv), problem.dtype
+        lse_type = lse_shape, jnp.float32
+        if self.stores_float32:
+            splits = self.tiles.splits
+            out_type, lse_type = (((splits, *lse_shape, *own), jnp.float32) for own in ((self.vo.chunks * CHUNK,), ()))
+        return [result_struct(*of, self.operands) for of in (out_type, lse_type)]
+
+    def _call(self, q: jax.Array, k: jax.Array, v: jax.Array, *counters: Any) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
         column_ids = np.arange(PART_COLUMNS, dtype=np.int32)
@@ -148,26 +175,18 @@ class _Forward:
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
 
         def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
+            counter, refs = (refs[0], refs[1:]) if counters else (None, refs)
             mask_refs, refs = self.visits.take(refs)
             term_refs, (*sinks, out_g, lse_g) = self.terms.take(refs)
-            g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, out=out_g, lse=lse_g)
+            results = {"out": out_g, "lse": lse_g}
+            g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, counter=counter, **results)
             self._body((q_g, k_g, v_g, ids_g), g, types.SimpleNamespace(**scratch))
-
-        # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
-        lse_shape = (problem.B, problem.N, self.visits.rows * self.block_q)
-        out_type = [
-            result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
-            result_struct(lse_shape, jnp.float32, self.operands),
-        ]
-        if self.stores_float32:
-            shapes = (tiles.splits, *lse_shape, self.vo.chunks * CHUNK), (tiles.splits, *lse_shape)
-            out_type = [result_struct(shape, jnp.float32, self.operands) for shape in shapes]
 
         out, lse = hopper_kernel(
             kernel,
             tiles=tiles,
-            out_type=out_type,
-            blocks=self.blocks,
+            out_type=self.out_types,
+            blocks=self.places.blocks,
             warpgroups=warpgroups,
             reduces=True,
             scratch_types={
@@ -188,11 +207,12 @@ class _Forward:
                 "v_free": free,
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
+                **self.places.scratch(),
                 **self.visits.pairs.scratch(),
                 **self.terms.pairs.scratch(),
             },
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
+        )(q, k, v, column_ids, *counters, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
         return out, lse
 
     def _sink_operands(self) -> tuple[jax.Array, ...]:
@@ -220,7 +240,7 @@ class _Forward:
                     pl.when(tile.visits.count == 0)(lambda: self._store_nothing(tile, g.lse, warpgroup))
                 return tile.visits.count
 
-            self._each_tile(compute)
+            self.places.each(compute, s)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == warpgroups)
@@ -235,7 +255,7 @@ class _Forward:
                 load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 
-            tiles, steps = self._each_tile(load)
+            tiles, steps = self.places.each(load, s, counter=g.counter, loads=True)
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
             self.visits.pairs.see_releases(s, steps)
@@ -255,28 +275,6 @@ class _Forward:
     def q_slots(self) -> int:
         """Tiles of Q that shared memory holds, each of one warpgroup."""
         return self.tiles.q_stages * self.tiles.warpgroups
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of threads."""
-        return self.tile_count if self.tiles.blocks is None else min(self.tiles.blocks, self.tile_count)
-
-    @property
-    def tile_count(self) -> int:
-        """Rows of tiles of all heads, each as often as its keys are split."""
-        return self.problem.B * self.problem.N * self.visits.rows * self.tiles.splits
-
-    def _each_tile(self, body: Callable[[Any, Any, Any], Any]) -> tuple[Any, Any]:
-        """Runs `body` for each row of tiles of this block, one after the other.
-
-        Its arguments are where the row stands among all, how many this block had before, and how many steps these took;
-        it returns how many it took itself. The result is how many rows and steps there were in all.
-        """
-        block = lax.axis_index("block")
-        if self.tiles.blocks is None:
-            return i32(1), body(block, i32(0), i32(0))
-        count = lax.div(self.tile_count - 1 - block, i32(self.blocks)) + 1
-        return count, lax.fori_loop(0, count, lambda i, steps: steps + body(block + i * self.blocks, i, steps), i32(0))
 
     def _tile(self, mask_refs, part, place, number, start) -> "_Tile":
         heads = {"heads": self.problem.B * self.problem.N, "head_group": self.tiles.head_group}

@@ -107,11 +107,6 @@ _NARROW = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ bar mma\.T x\d+ wait[2-9] wait[1-9] 
 _WIDE = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ wait[2-9] wait[1-9](?: x\d)? bar"
 
 
-# With JAX 0.12.0.1 all exponentials come before the wait in the PTX of these two, and after it in the SASS of the same
-# ptxas 13.0: the maxima alone run beside P V there (2026-11-30).
-_SUNK = {"forward_128_128_full_even", "forward_128_128_full_group"} if jax.__version_info__ >= (0, 12) else set()
-
-
 def at_least(number: int) -> str:
     """A regular expression of the whole numbers from this one."""
     digits = str(number)
@@ -159,7 +154,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         "backward": {"function": backward, "arguments": arguments, "max_registers": 240},
         "deterministic": {"function": in_two, "arguments": arguments, "max_registers": 240},
     }
-    is_pinned = tiles.forward.pin_wait and f"forward_{name}" not in _SUNK
+    is_pinned = tiles.forward.pin_wait
     is_measured = H == Hv and H in (64, 128, 256) and mask in ("full", "causal") and not terms
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
     # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.

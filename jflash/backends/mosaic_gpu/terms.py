@@ -49,8 +49,9 @@ class TileTerms:
         self.pairs = PairTiles("bias", of_pairs, tile_map, warpgroups=warpgroups, split=split)
         self.learns_pairs = bool(self.pairs) and flags[0]
         arrays, flags = arrays[self.pairs.count :], flags[self.pairs.count :]
-        self._values = TileValues(arrays, tile_map)
-        self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
+        self._values = TileValues("term_value", arrays, tile_map)
+        words = [Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else ()
+        self._words = TileValues("dropout_word", words, tile_map)
         self._function = _function_of(problem, functions)
         self._dtypes = _dtypes(arrays)
         floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
@@ -70,10 +71,24 @@ class TileTerms:
         count = self._values.count + self._words.count + self.pairs.count
         return refs[:count], refs[count:]
 
+    @property
+    def arrivals(self) -> int:
+        """How often `load` arrives at its barrier."""
+        return self._values.arrivals + self._words.arrivals
+
+    def scratch(self, slots: int) -> dict[str, Any]:
+        """Scratch types of what belongs to the columns of so many tiles."""
+        return self._values.scratch(slots) | self._words.scratch(slots)
+
+    def load(self, refs: tuple[Any, ...], *place: Any, **tile: Any) -> None:
+        """`TileValues.load` of all arrays that are not of pairs; `refs` hold the `operands()`."""
+        self._values.load(refs[: self._values.count], *place, **tile)
+        self._words.load(refs[self._values.count :][: self._words.count], *place, **tile)
+
     # Below, `qk` is what `biased` has added the bias of pairs to.
 
     def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
-        """The logits of a tile; `place` says b, n, q_at and k_at."""
+        """The logits of a tile; `place` says b, n, q_at, k_at, and `columns` where `load` brought these."""
         (s,) = self._logits(*self._arguments(refs, qk, column_ids, **place))
         return s
 
@@ -110,10 +125,11 @@ class TileTerms:
         return len(self._wanted)
 
     def _arguments(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, b: Any, n: Any, q_at: Any, k_at: Any
+        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, q_at: Any, k_at: Any, **place: Any
     ) -> tuple:
+        place |= {"q_at": q_at, "k_at": k_at, "shape": qk.shape}
         q, k = tile_indices(column_ids, q_at=q_at, k_at=k_at, shape=qk.shape, transpose=self._transpose)
-        values = self._values.on_tile(refs[: self._values.count], b=b, n=n, q_at=q_at, k_at=k_at, shape=qk.shape)
+        values = self._values.on_tile(refs[: self._values.count], **place)
         return qk * np.float32(self._scale), q, k, *values
 
 

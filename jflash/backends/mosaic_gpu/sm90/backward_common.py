@@ -39,6 +39,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     smem_pieces,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
+from jflash.backends.mosaic_gpu.tile_values import Columns
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -202,6 +203,7 @@ class BackwardKernel(abc.ABC):
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
         learned = self.terms.learned
+        query_arrivals = self.qk.count + 2 + self.visits.values.arrivals + self.terms.arrivals
 
         results = hopper_kernel(
             kernel,
@@ -219,10 +221,12 @@ class BackwardKernel(abc.ABC):
                 "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
+                **self.visits.values.scratch(q_stages),
+                **self.terms.scratch(q_stages),
                 **self.visits.pairs.scratch(),
                 **self.terms.pairs.scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
-                "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
+                "q_full": barrier(num_arrivals=query_arrivals, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
                 "q_free": barrier(num_arrivals=WARPGROUPS, num_barriers=q_stages),
                 "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=do_stages),
@@ -277,6 +281,9 @@ class BackwardKernel(abc.ABC):
             for which, statistic in enumerate(statistics):
                 source = statistic.at[block.b, at.head, pl.ds(at.q_at, self.block_q)]
                 plgpu.copy_gmem_to_smem(source, s.rows.at[slot, which], s.q_full.at[slot])
+            columns = {"b": block.b, "n": at.head, "column_at": at.q_at}
+            self.visits.load(block.mask_refs, s, slot, s.q_full.at[slot], **columns)
+            self.terms.load(block.term_refs, s, slot, s.q_full.at[slot], **columns)
 
             pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
@@ -304,7 +311,7 @@ class BackwardKernel(abc.ABC):
             start = self.terms.biased(start, block.s, warpgroup)
         if not plain:
             return start
-        return self._allowed_or(-jnp.inf, start, block, warpgroup, step, q_from=q_from, k_at=k_at)
+        return self._allowed_or(-jnp.inf, start, block, warpgroup, slot, step, q_from=q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta; 0 where dropout comes before it."""
@@ -319,11 +326,16 @@ class BackwardKernel(abc.ABC):
     def _ids(self, block: Block, shape: tuple[int, int]):
         return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
 
-    def _allowed_or(self, other: float, x, block: Block, warpgroup, step: Step, *, q_from, k_at):
+    def _tile_place(self, block: Block, slot, step: Step, *, q_from, k_at) -> dict[str, Any]:
+        """What `TileVisits.allowed` and `TileTerms` are told of a tile."""
+        columns = Columns(block.s, slot, q_from)
+        return {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "columns": columns}
+
+    def _allowed_or(self, other: float, x, block: Block, warpgroup, slot, step: Step, *, q_from, k_at):
         """The tile, with another value where the mask does not allow a pair."""
 
         def masked(x):
-            place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "shape": x.shape}
+            place = self._tile_place(block, slot, step, q_from=q_from, k_at=k_at) | {"shape": x.shape}
             place["pairs"] = self.visits.pairs.part(block.s, warpgroup)
             return jnp.where(self.visits.allowed(block.mask_refs, self._ids(block, x.shape), **place), x, other)
 
@@ -339,11 +351,11 @@ class BackwardKernel(abc.ABC):
 
         `sums_from` is where the keys of the tile stand among those of the block.
         """
-        place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
+        place = self._tile_place(block, slot, step, q_from=q_from, k_at=k_at)
         ids = self._ids(block, s.shape)
         logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
-        p = self._allowed_or(0.0, p, block, warpgroup, step, q_from=q_from, k_at=k_at)
+        p = self._allowed_or(0.0, p, block, warpgroup, slot, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
         if self.terms.dropout is not None:
             dp += self._statistic(block, slot, 1, q_from, s.shape)

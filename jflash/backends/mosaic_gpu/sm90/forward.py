@@ -34,10 +34,12 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     along_rows,
     any_row,
+    end_stores,
     from_zeros,
     hopper_kernel,
     i32,
     load_pieces,
+    never_negative,
     opaque,
     see_releases,
     slot_of,
@@ -45,6 +47,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
+from jflash.backends.mosaic_gpu.tile_values import Columns
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -173,6 +176,7 @@ class _Forward:
         column_ids = np.arange(PART_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
+        key_arrivals = self.qk.count + self.column_arrivals
 
         def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
             counter, refs = (refs[0], refs[1:]) if counters else (None, refs)
@@ -201,12 +205,14 @@ class _Forward:
                 "ids": plgpu.SMEM((PART_COLUMNS,), jnp.int32),
                 "q_full": barrier(num_arrivals=self.qk.count, num_barriers=q_slots),
                 "q_free": barrier(num_barriers=q_slots),
-                "k_full": barrier(num_arrivals=self.qk.count, num_barriers=stages),
+                "k_full": barrier(num_arrivals=key_arrivals, num_barriers=stages),
                 "v_full": barrier(num_arrivals=self.vo.count, num_barriers=stages),
                 "k_free": free,
                 "v_free": free,
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
+                **self.visits.values.scratch(self.column_slots),
+                **self.terms.scratch(self.column_slots),
                 **self.places.scratch(),
                 **self.visits.pairs.scratch(),
                 **self.terms.pairs.scratch(),
@@ -241,7 +247,7 @@ class _Forward:
                 return tile.visits.count
 
             self.places.each(compute, s)
-            plgpu.wait_smem_to_gmem(0)
+            end_stores()
 
         @pl.when(warpgroup == warpgroups)
         def _load():
@@ -270,6 +276,19 @@ class _Forward:
         return self.visits.is_masked or not self.terms.is_plain
 
     # The tiles of a block of threads ----------------------------------------------------------------------------------
+
+    @property
+    def column_arrivals(self) -> int:
+        """Copies of what belongs to the keys of a tile, beside K."""
+        return self.visits.values.arrivals + self.terms.arrivals
+
+    @property
+    def column_slots(self) -> int:
+        """Tiles of which shared memory has what belongs to each key, beside K.
+
+        One more than there are tiles of K, whose place is free before the mask and the logits have been computed.
+        """
+        return self.tiles.stages + 1
 
     @property
     def q_slots(self) -> int:
@@ -314,18 +333,26 @@ class _Forward:
         key = k_g, s.k[0], self.qk, s.k_full, s.k_free
         value = v_g, s.v[0], self.vo, s.v_full, s.v_free
 
+        def load_key(i):
+            load(i, *key)
+            step = tile.start + i
+            full, slot = s.k_full.at[self._slot(step)], slot_of(step, self.column_slots)
+            place = {"b": tile.b, "n": tile.n, "column_at": visits.column(i) * self.block_k}
+            self.visits.load(g.mask, s, slot, full, **place)
+            self.terms.load(g.terms, s, slot, full, **place)
+
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
             self.visits.pairs.load(g.mask, s, tile.start + i, **place)
             self.terms.pairs.load(g.terms, s, tile.start + i, **place)
 
-        load(i32(0), *key)
+        load_key(i32(0))
         load_pairs(i32(0))
 
         @pl.loop(0, visits.count)
         def _(i):
             # K one tile ahead of V: its slot is free half a step earlier.
-            pl.when(i + 1 < visits.count)(lambda: load(i + 1, *key))
+            pl.when(i + 1 < visits.count)(lambda: load_key(i + 1))
             load(i, *value)
             # Last, since its place is free as soon as logits have been made, which wait for K alone.
             pl.when(i + 1 < visits.count)(lambda: load_pairs(i + 1))
@@ -340,7 +367,7 @@ class _Forward:
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
         logits = functools.partial(self._logits, tile, g, s, warpgroup, q_at)
-        dropped = functools.partial(self._dropped, tile, g, q_at)
+        dropped = functools.partial(self._dropped, tile, g, s, q_at)
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
         o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, dropped, q_mma, slot, s), *accumulators)
 
@@ -440,9 +467,10 @@ class _Forward:
             plgpu.barrier_arrive(k_free.at[slot])
             p, m, l, factor, rescale = self._softmax(logits(s, i), m, l)
             if self.tiles.pin_wait:
-                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; the
-                # wait on an mbarrier ends the basic block, and so holds ptxas.
+                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; a vote
+                # on sums of all exponentials, and the wait on an mbarrier that ends the basic block, hold ptxas.
                 p, m, l, factor = lax.optimization_barrier((p, m, l, factor))
+                rescale |= never_negative(l, inline_ptx=self.inline_ptx)
                 wait_for_k(i + 1)
             o = [plgpu.wgmma_accumulator_load(o_ref, wait_n=0) for o_ref in o_refs]
             plgpu.barrier_arrive(v_free.at[previous])
@@ -503,18 +531,21 @@ class _Forward:
     def _logits(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup, q_at, x, i):
         """The logits / unit of the i-th visited tile from its products; -inf at masked pairs."""
         column = tile.visits.column(i)
-        head = {"b": tile.b, "n": tile.n, "q_at": q_at}
+        slot = slot_of(tile.start + i, self.column_slots)
+
+        def place(k_at, columns):
+            return {"b": tile.b, "n": tile.n, "q_at": q_at, "k_at": k_at, "columns": Columns(s, slot, columns.start)}
 
         def logits(x, k_at, columns):
             x = self.terms.biased(x, s, warpgroup, columns)
             if self.terms.is_plain:
                 return x
-            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **head, k_at=k_at)
+            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **place(k_at, columns))
 
         def masked(x, k_at, columns):
-            place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
+            own = place(k_at, columns) | {"pairs": self.visits.pairs.part(s, warpgroup, columns)}
             ids = plgpu.load(s.ids, layout=BY_COLUMN)
-            return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
+            return jnp.where(self.visits.allowed(g.mask, ids, **own, shape=x.shape), x, -jnp.inf)
 
         if self.terms.pairs or not self.terms.is_plain:
             with self.terms.pairs.reading(s, warpgroup):
@@ -525,13 +556,14 @@ class _Forward:
         with self.visits.pairs.reading(s, warpgroup):
             return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda x: x, x)
 
-    def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, q_at, p, i):
+    def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, q_at, p, i):
         """p of the i-th visited tile after dropout."""
         if self.terms.dropout is None:
             return p
 
-        def dropped(x, k_at, _):
-            (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
+        def dropped(x, k_at, columns):
+            own = Columns(s, slot_of(tile.start + i, self.column_slots), columns.start)
+            (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at, columns=own)
             return x
 
         return self._by_columns(dropped, tile.visits.column(i), p)
@@ -546,4 +578,6 @@ class _Forward:
         parts = (lax.slice(x, (0, at), (WARPGROUP_ROWS, at + PART_COLUMNS)) for at in starts)
         first = column * self.block_k
         done = [part(own, first + at, slice(at, at + PART_COLUMNS)) for own, at in zip(parts, starts)]
+        if self.column_arrivals:
+            plgpu.commit_smem()  # TMA will write where the values of columns were read.
         return lax.concatenate(done, 1)

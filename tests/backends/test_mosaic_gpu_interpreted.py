@@ -383,6 +383,7 @@ BACKWARD_TILES = [
     (THREE_HEADS, {"head_group": 8}),
     (WIDE, {"do_stages": 2}),
     (WIDE, {"q_stages": 1}),
+    (WIDE, {"dk_in_flight": True}),
 ]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, opaque, smem_tiles, store_pieces
+from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, opaque, slot_of, smem_tiles, store_pieces
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel, Block
 from jflash.backends.mosaic_gpu.tiles import HopperTiles, dq_chunks
 from jflash.backends.protocol import Operands
@@ -87,6 +87,9 @@ class WideBackward(BackwardKernel):
         def loop(*refs):
             dk_refs, dv_refs = refs[: len(own_k)], refs[len(own_k) :]
             block.steps.loop(functools.partial(self._step, block, warpgroup, dk_refs, dv_refs))
+            if self.tiles.dk_in_flight:
+                plgpu.wgmma_wait(0)
+                self._release(s, slot_of(block.steps.count - 1, self.q_stages))
             return [ref[...] for ref in dk_refs], [ref[...] for ref in dv_refs]
 
         widths = [part.shape[-1] for part in (*own_k, *own_v)]
@@ -113,7 +116,8 @@ class WideBackward(BackwardKernel):
         (_, k), (_, v), (_, q), (_, do) = s.k, s.v, s.q, s.do
         # Without it ptxas 13.0 spills 104 to 628 bytes at H=256.
         own, zero = opaque(warpgroup, 0)
-        slot, do_slot = (each + zero for each in self._slots(steps.index(g, t)))
+        i = steps.index(g, t)
+        slot, do_slot = (each + zero for each in self._slots(i))
         at = self._place(block, g, t)
         q_from = own * self.s_shape[1]
         own_queries = pl.ds(q_from, self.s_shape[1])
@@ -130,6 +134,8 @@ class WideBackward(BackwardKernel):
             for v_piece, do_piece in zip(self.vo.refs(v, zero=zero), self.vo.refs(do.at[do_slot], own_queries)):
                 plgpu.wgmma(dp_ref, v_piece, do_piece.T)
             s_tile = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.vo.count)
+            if self.tiles.dk_in_flight:
+                pl.when(i > 0)(lambda: self._release(s, slot_of(i - 1, self.q_stages)))
             if self.terms.is_plain:
                 p = jnp.exp2(s_tile * self.scale_log2)
                 return p.astype(dtype), (p * plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)).astype(dtype)
@@ -140,7 +146,7 @@ class WideBackward(BackwardKernel):
 
         accumulator = plgpu.ACC(self.s_shape, jnp.float32)
         p16, ds16 = pl.run_scoped(s_and_dp, accumulator, accumulator)
-        pl.when(steps.index(g, t) > 0)(lambda: plgpu.barrier_wait(s.p_and_ds_free))
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(s.p_and_ds_free))
         for ref, x in ((s.p, p16), (s.ds, ds16)):
             ref.at[zero, own_queries].T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
@@ -173,6 +179,11 @@ class WideBackward(BackwardKernel):
             columns = pl.ds((first + index) * CHUNK, CHUNK)
             target = block.dq.at[block.b * self.problem.N + at.head, pl.ds(at.q_at, self.block_q), columns]
             plgpu.copy_smem_to_gmem(s.dq.at[place], target, reduction_op="add")
-        plgpu.wgmma_wait(0)
+        if not self.tiles.dk_in_flight:
+            plgpu.wgmma_wait(0)
+            self._release(s, slot)
+
+    def _release(self, s, slot: Any) -> None:
+        """Q of a step, in its slot, and P and dS have been read."""
         plgpu.barrier_arrive(s.q_free.at[slot])
         plgpu.barrier_arrive(s.p_and_ds_free)

@@ -375,15 +375,18 @@ FORWARD_TILES = [
 BACKWARD = workload("backward", mask=Causal(offset=-70), T=300, S=70)
 GROUPED = workload("grouped", mask=SlidingWindow(90, 20), T=200, S=70, N=2, H=128)
 WIDE = workload("wide_backward", mask=Causal(offset=-70), T=200, S=70, H=136, Hv=64)
+THREE_CHUNKS = workload("three_chunks_backward", mask=Causal(offset=9), T=264, S=136, N=2, K=1, H=192, Hv=128)
 BACKWARD_TILES = [
     (BACKWARD, {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
     (BACKWARD, {"block_q": 64, "block_k": 128, "do_stages": 1, "dk_in_flight": True}),
     (BACKWARD, {"block_q": 128, "block_k": 128, "q_stages": 1, "dk_in_flight": False}),
     (GROUPED, {"block_q": 64, "dk_in_flight": True}),
+    pytest.param(BACKWARD, {"block_q": 64, "q_stages": 3}, marks=pytest.mark.slow),
     (THREE_HEADS, {"head_group": 8}),
     (WIDE, {"do_stages": 2}),
     (WIDE, {"q_stages": 1}),
-    (WIDE, {"dk_in_flight": True}),
+    (WIDE, {"q_stages": 3, "dk_in_flight": True}),
+    (THREE_CHUNKS, {"q_stages": 3, "dk_in_flight": True}),
 ]
 
 

@@ -102,7 +102,8 @@ class BackwardTiles:
       block_q: queries of a step.
       block_k: keys of a block of threads. With 64 the warpgroups split the columns of dK and dV instead of the keys.
       q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
-      dk_in_flight: dK of a step is awaited in the next one.
+      dk_in_flight: dK of a step is awaited in the next one. With `block_k=64` dV and dQ are too: P and dS of a step
+        are computed meanwhile, which takes a third tile of Q and a second one of dO.
       head_group: key/value heads whose tiles run side by side, so that long tiles come first.
 
     Raises:
@@ -120,7 +121,7 @@ class BackwardTiles:
         _check(
             block_q=(self.block_q, (64, 128)),
             block_k=(self.block_k, (64, 128)),
-            q_stages=(self.q_stages, (1, 2)),
+            q_stages=(self.q_stages, (1, 2, 3)),
             do_stages=(self.do_stages, (1, 2)),
             head_group=(self.head_group, HEAD_GROUPS),
         )

@@ -80,6 +80,11 @@ WORKLOADS = [
     workload("few_keys", T=70, S=13, N=4, K=2, H=8, Hv=16),
     workload("wide", mask=Causal(), T=128, S=136, H=256),
     workload("wide_odd", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1, :129]), T=70, S=129, N=2, H=192, Hv=128),
+    # Of three chunks of columns, or one, a warpgroup has more than the other, or all.
+    workload("three_chunks", mask=Causal(offset=9), T=136, S=72, N=2, K=1, H=192, Hv=128),
+    workload("three_chunks_each", mask=Segments(UNSORTED[:1, :72], UNSORTED[:1, :136]), T=72, S=136, N=2, H=192),
+    workload("one_chunk", mask=SlidingWindow(50, 20), T=136, S=72, H=64, Hv=192),
+    workload("one_chunk_odd", T=70, S=131, H=256, Hv=40),
     workload("float16", dtype="float16", mask=Causal(), T=72, N=4, K=2),
     workload("softcap", softcap=2.5, T=70, S=150),
     workload(
@@ -176,6 +181,7 @@ FAST = (
     "documents_causal",
     "or_and",
     "wide_odd",
+    "three_chunks",
     "ranges_and_trees",
     "alibi_and_sinks",
     "score",
@@ -375,14 +381,18 @@ FORWARD_TILES = [
 BACKWARD = workload("backward", mask=Causal(offset=-70), T=300, S=70)
 GROUPED = workload("grouped", mask=SlidingWindow(90, 20), T=200, S=70, N=2, H=128)
 WIDE = workload("wide_backward", mask=Causal(offset=-70), T=200, S=70, H=136, Hv=64)
+THREE_CHUNKS = workload("three_chunks_backward", mask=Causal(offset=9), T=264, S=136, N=2, K=1, H=192, Hv=128)
 BACKWARD_TILES = [
     (BACKWARD, {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
     (BACKWARD, {"block_q": 64, "block_k": 128, "do_stages": 1, "dk_in_flight": True}),
     (BACKWARD, {"block_q": 128, "block_k": 128, "q_stages": 1, "dk_in_flight": False}),
     (GROUPED, {"block_q": 64, "dk_in_flight": True}),
+    pytest.param(BACKWARD, {"block_q": 64, "q_stages": 3}, marks=pytest.mark.slow),
     (THREE_HEADS, {"head_group": 8}),
     (WIDE, {"do_stages": 2}),
     (WIDE, {"q_stages": 1}),
+    (WIDE, {"q_stages": 3, "dk_in_flight": True}),
+    (THREE_CHUNKS, {"q_stages": 3, "dk_in_flight": True}),
 ]
 
 

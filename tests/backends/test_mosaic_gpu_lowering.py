@@ -82,7 +82,7 @@ ALLOWED: dict[str, dict[str, tuple]] = {
         "counted": (False, True),
     },
     "backward": {
-        "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
+        "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2, 3), "do_stages": (1, 2),
         "dk_in_flight": (False, True), "head_group": HEAD_GROUPS,
     },
     "backward_dq": {
@@ -93,7 +93,7 @@ KERNEL_OF = {"forward": "forward", "backward": "backward", "backward_dq": "deter
 # Why tiles that a record takes are refused for a problem.
 CONSTRAINTS = (
     r"block_q=64 with H over 64",
-    r"dk_in_flight=True with q_stages=1",
+    r"dk_in_flight=True with q_stages=([12]|3, do_stages=1)",
     r"blocks=\d+ with Hv != H",
     r"splits=3, blocks=\d+",
     r"counted=True with blocks=None",
@@ -130,6 +130,7 @@ TOGETHER = [
         "backward",
         {"block_q": 128, "block_k": 128, "q_stages": 2, "do_stages": 2, "dk_in_flight": True, "head_group": 4},
     ),
+    ("backward", {"block_q": 64, "block_k": 64, "q_stages": 3, "do_stages": 2, "dk_in_flight": True}),
     ("backward_dq", {"block_k": 64, "k_stages": 1, "v_stages": 4, "head_group": 1}),
     ("backward_dq", {"block_k": 128, "k_stages": 2, "v_stages": 1, "head_group": 2}),
     ("backward_dq", {"block_k": 64, "k_stages": 4, "v_stages": 2, "head_group": 4}),
@@ -201,6 +202,8 @@ def test_every_value_of_a_field_lowers_or_is_refused(tiles, field, value, H):
         (256, "backward", {"do_stages": 2}, r"BackwardTiles\(.* bytes of shared memory, wanted at most 232448 bytes"),
         (72, "backward", {"block_q": 128, "q_stages": 1}, CONSTRAINTS[0]),
         (64, "backward", {"q_stages": 1, "dk_in_flight": True}, CONSTRAINTS[1]),
+        (192, "backward", {"dk_in_flight": True}, CONSTRAINTS[1]),
+        (256, "backward", {"dk_in_flight": True, "q_stages": 3, "do_stages": 1}, CONSTRAINTS[1]),
     ],
 )
 def test_what_does_not_fit_says_which_tiles_and_why(H, tiles, changed, why):

@@ -1,11 +1,16 @@
 """Default tiles of the Hopper kernels, and in which order their blocks of threads take the rows of tiles."""
 
+import dataclasses
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash import hardware
 from jflash.backends import mosaic_gpu
+from jflash.backends.mosaic_gpu.candidates import trace
+from jflash.backends.mosaic_gpu.support import notes
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, ForwardTiles
 from jflash.backends.mosaic_gpu.visits import head_and_row
 from jflash.errors import ArgumentError
@@ -140,3 +145,30 @@ def test_no_tile_ends_long_after_all_others(T, H):
         run = tile_map.run(np.arange(tile_map.rows))
         steps = run.stop - run.start
         assert own.head_group * steps.sum() / H200.sm_count >= 0.4 * steps.max(), own
+
+
+@pytest.mark.parametrize(
+    ("H", "Hv"), [pair for pair in itertools.product((64, 128, 192, 256), repeat=2) if max(pair) > 128]
+)
+def test_the_backward_kernel_for_wide_heads_has_the_stages_that_fit(H, Hv):
+    problem, _ = pose(Workload(name="", dtype="bfloat16", B=1, T=256, N=2, K=2, H=H, Hv=Hv, mask=Causal()))
+    tiles = mosaic_gpu.default_tiles(problem, H200)
+    trace(problem, tiles, "backward")
+    assert tiles.backward.q_stages == 2
+    if tiles.backward.do_stages == 1:
+        more = dataclasses.replace(tiles, backward=dataclasses.replace(tiles.backward, do_stages=2))
+        with pytest.raises(ArgumentError, match="bytes of shared memory, wanted at most 232448 bytes"):
+            trace(problem, more, "backward")
+
+
+@pytest.mark.parametrize(
+    ("H", "Hv", "found"),
+    [
+        (192, 64, []),
+        (192, 136, ["Hv=136 takes the time of 192 columns"]),
+        (40, 200, ["H=40 takes the time of 64 columns", "Hv=200 takes the time of 256 columns"]),
+    ],
+)
+def test_what_is_filled_up_is_told(H, Hv, found):
+    problem, _ = pose(Workload(name="", dtype="bfloat16", B=1, T=256, N=2, K=2, H=H, Hv=Hv))
+    assert [note.split(":")[0] for note in notes(problem)] == found

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jflash.backends.mosaic_gpu.primitives import CHUNK, COMPUTE_REGISTERS, chunks
+from jflash.backends.mosaic_gpu.primitives import CHUNK, COMPUTE_REGISTERS, WARPGROUP_ROWS, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW, backward
 from jflash.backends.mosaic_gpu.sm90.forward import forward
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles, HopperTiles
@@ -28,7 +28,7 @@ _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "counted": (False, True),
     },
     "backward": {
-        "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
+        "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2, 3), "do_stages": (1, 2),
         "dk_in_flight": (False, True),
     },
     "backward_dq": {"block_k": (64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4)},
@@ -37,9 +37,12 @@ _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 # shrink; and those of which one is nothing without the other.
 _PAIRS = {
     "forward": (("warpgroups", "block_k"), ("block_k", "stages"), ("warpgroups", "stages"), ("blocks", "counted")),
-    "backward": (("block_q", "q_stages"), ("block_q", "dk_in_flight"), ("block_k", "q_stages"), ("block_k", "block_q")),
+    "backward": (
+        ("block_q", "q_stages"), ("block_q", "dk_in_flight"), ("block_k", "q_stages"), ("block_k", "block_q"),
+        ("q_stages", "dk_in_flight"), ("q_stages", "do_stages"),
+    ),
     "backward_dq": (("block_k", "k_stages"), ("k_stages", "v_stages")),
-}
+}  # fmt: skip
 
 
 def tuned_kernels(problem: Problem) -> tuple[str, ...]:
@@ -126,8 +129,8 @@ def _accumulators(problem: Problem, own: Any) -> float:
             # dQ, S and dP.
             return H / 2 + own.block_k
         case BackwardTiles() if max(H, Hv) > NARROW or own.block_k == CHUNK:
-            # Half of the columns of dK and of dV, and of the keys of S and dP.
-            return H / 4 + Hv / 4 + own.block_q / 2
+            # Half of the columns of dK and of dV, and of the queries of S and dP; beside these, of the columns of dQ.
+            return H / 4 + Hv / 4 + own.block_q / 2 + own.dk_in_flight * H / 4 * own.block_q / WARPGROUP_ROWS
         case BackwardTiles():
             # dK, dV, S and dP, transposed.
             return H / 2 + Hv / 2 + own.block_q

@@ -70,12 +70,11 @@ class Pieces:
     is_tiled: bool
 
     @classmethod
-    def of(cls, columns: int, *lengths: int, even: bool = False) -> "Pieces":
-        """Of so many columns of arrays of these lengths; `even`, so that two warpgroups can split the chunks."""
-        multiple = 2 * CHUNK if even else CHUNK
-        if columns % multiple == 0 and all(length % TILE_ROWS == 0 for length in lengths):
+    def of(cls, columns: int, *lengths: int) -> "Pieces":
+        """Of so many columns of arrays of these lengths."""
+        if columns % CHUNK == 0 and all(length % TILE_ROWS == 0 for length in lengths):
             return cls(1, columns, True)
-        return cls(-(-columns // multiple) * (multiple // CHUNK), CHUNK, False)
+        return cls(chunks(columns), CHUNK, False)
 
     @property
     def chunks(self) -> int:
@@ -85,16 +84,11 @@ class Pieces:
         """Each piece of a reference (pieces, rows, width), with the same index into its rows; `zero` as of `opaque`."""
         return [ref.at[(zero + piece, *index)] for piece in range(self.count)]
 
-    def halves(self, ref: Any, which: Any, *, zero: Any = 0) -> list[Any]:
-        """The pieces, or the part of one, that are the first or second half of a reference (pieces, rows, width)."""
-        if self.count == 1:
-            half = self.width // 2
-            return [ref.at[zero, :, pl.ds(which * half, half)]]
-        return [ref.at[which * (self.count // 2) + piece + zero] for piece in range(self.count // 2)]
-
-    def chunk(self, ref: Any, chunk: Any) -> Any:
-        """One chunk of a reference (pieces, rows, width): its rows and CHUNK columns."""
-        return ref.at[chunk] if self.width == CHUNK else ref.at[0, :, pl.ds(chunk * CHUNK, CHUNK)]
+    def part(self, ref: Any, first: Any, count: int, *, zero: Any = 0) -> list[Any]:
+        """So many chunks of a reference (pieces, rows, width), from `first` on: a part of its one piece, or pieces."""
+        if self.is_tiled and count > 0:
+            return [ref.at[zero, :, pl.ds(first * CHUNK, count * CHUNK)]]
+        return [ref.at[first + piece + zero] for piece in range(count)]
 
 
 def i32(x: Any) -> jax.Array:

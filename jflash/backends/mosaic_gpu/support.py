@@ -3,8 +3,7 @@
 import numpy as np
 
 from jflash.backends.mosaic_gpu import terms
-from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, Pieces, chunks
-from jflash.backends.mosaic_gpu.sm90.backward import NARROW
+from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, chunks
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
 from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
@@ -46,10 +45,8 @@ def notes(problem: Problem) -> tuple[str, ...]:
             "backward pass q, k, v and d_out, with zeros there (jflash/masks/README.md, What is known of the diagonal)"
         )
     for letter, size in (("H", problem.H), ("Hv", problem.Hv)):
-        forward = CHUNK * chunks(size)
-        backward = Pieces.of(size, even=max(problem.H, problem.Hv) > NARROW).chunks * CHUNK
-        if forward > size or backward > size:
-            columns = f"{forward}" if forward == backward else f"{forward} forward and {backward} backward"
+        if size % CHUNK:
+            columns = CHUNK * chunks(size)
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
     if has_booleans_of_pairs(problem):
         found.append("the mask's booleans for each pair are copied into 16 bits")

@@ -26,6 +26,8 @@ _BACKWARD_TOKENS = 16384
 # How long rows of lists are is not known when tracing: as long as packed documents, which most lists are of.
 _LISTED_TOKENS = 2048
 _ITEM_BYTES = 2  # of q, k and v
+# What tiles may take of shared memory: 3 to 4 KiB more are barriers, statistics, sums and indices.
+_TILE_BYTES = 224 * 2**10
 
 
 def _columns(size: int) -> int:
@@ -108,7 +110,8 @@ class BackwardTiles:
       block_q: queries of a step.
       block_k: keys of a block of threads. With 64 the warpgroups split the columns of dK and dV instead of the keys.
       q_stages, do_stages: tiles of Q, and of dO, that shared memory holds.
-      dk_in_flight: dK of a step is awaited in the next one.
+      dk_in_flight: dK of a step is awaited in the next one. With `block_k=64` dV and dQ are too: P and dS of a step
+        are computed meanwhile, which takes a third tile of Q and a second one of dO.
       head_group: key/value heads whose tiles run side by side, so that long tiles come first.
 
     Raises:
@@ -126,7 +129,7 @@ class BackwardTiles:
         _check(
             block_q=(self.block_q, (64, 128)),
             block_k=(self.block_k, (64, 128)),
-            q_stages=(self.q_stages, (1, 2)),
+            q_stages=(self.q_stages, (1, 2, 3)),
             do_stages=(self.do_stages, (1, 2)),
             head_group=(self.head_group, HEAD_GROUPS),
         )
@@ -363,11 +366,25 @@ def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
         return BackwardTiles(block_q=64)
-    # The warpgroups split the columns, so that these are filled up to two chunks. At 256 for both, shared memory has no
-    # room for a second dO. Its slot is free after the first of the three matmuls that follow the softmax, that of Q
-    # after the last.
-    columns = sum(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
-    return BackwardTiles(block_q=64, block_k=64, do_stages=2 if columns <= 384 else 1)
+    tiles = BackwardTiles(block_q=64, block_k=64)
+    # Where shared memory has no room for both, as at 256, a second Q serves better than a second dO, whose slot is free
+    # after the first of the three matmuls that follow the softmax, that of Q after the last.
+    fits = tiles.operand_bytes(H, Hv) + _exchanged_bytes(tiles, H) <= _TILE_BYTES
+    return tiles if fits else dataclasses.replace(tiles, do_stages=1)
+
+
+def dq_chunks(H: int) -> int:
+    """Chunks of dQ in float32 that a fused backward kernel holds in shared memory, until they are added.
+
+    One for each warpgroup, but of three all, so that the warpgroup that computes two stores them one after the other.
+    Of four, at Hv=256, there would be no room for that.
+    """
+    return 3 if chunks(H) == 3 else 2
+
+
+def _exchanged_bytes(tiles: BackwardTiles, H: int) -> int:
+    """Shared memory of P and dS, or the two slots of dS, in 16 bits, and of dQ in 32."""
+    return 2 * _ITEM_BYTES * tiles.block_q * tiles.block_k + dq_chunks(H) * 4 * WARPGROUP_ROWS * CHUNK
 
 
 def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
@@ -386,10 +403,6 @@ def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
 # What each pair of query and key has in shared memory -----------------------------------------------------------------
 
 
-# What tiles may take: 3 to 4 KiB more are barriers, statistics, sums and indices.
-_TILE_BYTES = 224 * 2**10
-
-
 def bytes_of_pairs(problem: Problem) -> int:
     """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
     return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
@@ -403,23 +416,19 @@ def has_booleans_of_pairs(problem: Problem) -> bool:
 def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> HopperTiles:
     """The tiles, smaller or with fewer stages where shared memory must hold those of pairs besides."""
 
-    def fitting(own: Any, *changes: dict[str, int], columns: tuple[int, int], rest: int = 0) -> Any:
+    def fitting(own: Any, *changes: dict[str, int], rest: int = 0) -> Any:
         def tile_bytes(tiles: Any) -> int:
-            return tiles.operand_bytes(*columns) + tiles.block_q * tiles.block_k * pair_bytes + rest
+            return tiles.operand_bytes(H, Hv) + tiles.block_q * tiles.block_k * pair_bytes + rest
 
         candidates = [own, *(dataclasses.replace(own, **change) for change in changes)]
         return next((tiles for tiles in candidates if tile_bytes(tiles) < _TILE_BYTES), candidates[-1])
 
-    backward, is_wide = tiles.backward, tiles.backward.block_k == 64
-    # The warpgroups split the columns there.
-    columns = tuple(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv)) if is_wide else (H, Hv)
-    # P and dS, or the two slots of dS, in 16 bits, and dQ of each warpgroup in 32.
-    rest = 2 * _ITEM_BYTES * backward.block_q * backward.block_k + 2 * 4 * WARPGROUP_ROWS * CHUNK
+    backward, rest = tiles.backward, _exchanged_bytes(tiles.backward, H)
     return dataclasses.replace(
         tiles,
-        forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}, columns=(H, Hv)),
-        backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, columns=columns, rest=rest),
-        backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}, columns=(H, Hv)),
+        forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}),
+        backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, rest=rest),
+        backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}),
     )
 
 

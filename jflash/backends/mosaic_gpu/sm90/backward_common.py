@@ -67,6 +67,12 @@ class Steps:
             def _(t):
                 body(g, t)
 
+    def place(self, i: Any) -> tuple[Any, Any]:
+        """The head of the group and the visit of the i-th step."""
+        if self._group == 1:
+            return i32(0), i
+        return lax.div(i, self._visits.count), lax.rem(i, self._visits.count)
+
     def index(self, g: Any, t: Any) -> Any:
         return t if self._group == 1 else g * self._visits.count + t
 

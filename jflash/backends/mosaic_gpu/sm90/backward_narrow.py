@@ -156,7 +156,8 @@ class NarrowBackward(BackwardKernel):
     def _dq_operands(self, ds, k, warpgroup):
         own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         if self.qk.chunks == 2:
-            return ds.T, self.qk.chunk(k, warpgroup)
+            (own_chunk,) = self.qk.part(k, warpgroup, 1)
+            return ds.T, own_chunk
         if self.block_q == 2 * WARPGROUP_ROWS:
             return ds.at[:, own].T, k.at[0]
         return ds.at[own].T, k.at[0, own]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.backends.mosaic_gpu.diagonal_tiles import DiagonalTiles
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, squeezed, tile_indices
@@ -32,6 +33,9 @@ class TileTerms:
 
       pairs: the bias on tiles, where it has a number for each pair.
       learns_pairs: somebody asks for its cotangent.
+      diagonals: on tiles what functions have for each diagonal.
+      summed: of the derivatives by floating values, those by which cotangents are summed over queries.
+      learned_diagonals: and those by values of diagonals whose cotangents somebody asks for.
 
     Args:
       operands: with functions and dropout as streams.
@@ -49,13 +53,18 @@ class TileTerms:
         self.pairs = PairTiles("bias", of_pairs, tile_map, warpgroups=warpgroups, split=split)
         self.learns_pairs = bool(self.pairs) and flags[0]
         arrays, flags = arrays[self.pairs.count :], flags[self.pairs.count :]
-        self._values = TileValues(arrays, tile_map)
+        self._is_of_diagonals = [value.axes == "BND" for value in arrays]
+        of_diagonals = [value.array for value in arrays if value.axes == "BND"]
+        self.diagonals = DiagonalTiles(of_diagonals, tile_map, warpgroups=warpgroups, split=split)
+        self._values = TileValues([value for value in arrays if value.axes != "BND"], tile_map)
         self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
         self._function = _function_of(problem, functions)
         self._dtypes = _dtypes(arrays)
         floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
-        # Of the derivatives by floating values, those that are wanted.
-        self._wanted = tuple(position for position, i in enumerate(floats) if flags[i])
+        learned = [(position, self._is_of_diagonals[i]) for position, i in enumerate(floats) if flags[i]]
+        self.summed, self.learned_diagonals = (
+            tuple(position for position, of_diagonals in learned if of_diagonals == which) for which in (False, True)
+        )
 
     @property
     def unit(self) -> float:
@@ -63,18 +72,33 @@ class TileTerms:
         return self._scale if self.is_plain else 1.0
 
     def operands(self) -> tuple[jax.Array, ...]:
-        return *self._values.operands(), *self._words.operands(), *self.pairs.operands()
+        diagonals_and_pairs = *self.diagonals.operands(), *self.pairs.operands()
+        return *self._values.operands(), *self._words.operands(), *diagonals_and_pairs
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._values.count + self._words.count + self.pairs.count
+        count = self._values.count + self._words.count + self.diagonals.count + self.pairs.count
         return refs[:count], refs[count:]
+
+    # What TMA brings of diagonals and pairs, as of `PairTiles`.
+
+    def scratch(self) -> dict[str, Any]:
+        return {**self.diagonals.scratch(), **self.pairs.scratch()}
+
+    def load(self, refs: tuple[Any, ...], s: Any, step: Any, **place: Any) -> None:
+        first = self._values.count + self._words.count
+        self.diagonals.load(refs[first : first + self.diagonals.count], s, step, **place)
+        self.pairs.load(refs, s, step, **place)
+
+    def see_releases(self, s: Any, steps: Any) -> None:
+        self.diagonals.see_releases(s, steps)
+        self.pairs.see_releases(s, steps)
 
     # Below, `qk` is what `biased` has added the bias of pairs to.
 
-    def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
-        """The logits of a tile; `place` says b, n, q_at and k_at."""
-        (s,) = self._logits(*self._arguments(refs, qk, column_ids, **place))
+    def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, diagonals: list[Any], **place: Any) -> Any:
+        """The logits of a tile; `place` says b, n, q_at and k_at, and `diagonals` are its parts of these."""
+        (s,) = self._logits(*self._arguments(refs, qk, column_ids, diagonals, **place))
         return s
 
     @functools.cached_property
@@ -82,12 +106,12 @@ class TileTerms:
         return Elementwise.of(self._function, self._dtypes)
 
     def with_derivatives(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any
+        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, diagonals: list[Any], **place: Any
     ) -> tuple[Any, Any, list[Any]]:
-        """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by what else is learned."""
+        """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by floating values."""
         evaluate = value_and_derivatives(self._function, self._dtypes)
-        s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, **place))
-        return s, by_qk, [by_values[position] for position in self._wanted]
+        s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, diagonals, **place))
+        return s, by_qk, by_values
 
     def dropped(self, refs: tuple[Any, ...], *tiles: Any, **place: Any) -> tuple[Any, ...]:
         """The tiles, 0 at pairs that are dropped and larger by 1 / (1 - rate) at the others; `place` as of `of`."""
@@ -104,17 +128,14 @@ class TileTerms:
             return qk
         return qk + self.pairs.part(s, warpgroup, columns) * np.float32(1 / self._scale)
 
-    @property
-    def learned(self) -> int:
-        """How many values are learned, a bias of pairs left out."""
-        return len(self._wanted)
-
     def _arguments(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, b: Any, n: Any, q_at: Any, k_at: Any
+        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, diagonals: list[Any], *, b: Any, n: Any, q_at: Any, k_at: Any
     ) -> tuple:
         q, k = tile_indices(column_ids, q_at=q_at, k_at=k_at, shape=qk.shape, transpose=self._transpose)
         values = self._values.on_tile(refs[: self._values.count], b=b, n=n, q_at=q_at, k_at=k_at, shape=qk.shape)
-        return qk * np.float32(self._scale), q, k, *values
+        parts = iter(diagonals), iter(values)
+        ordered = (next(parts[0] if is_of_diagonals else parts[1]) for is_of_diagonals in self._is_of_diagonals)
+        return qk * np.float32(self._scale), q, k, *ordered
 
 
 def is_plain(problem: Problem) -> bool:
@@ -141,9 +162,8 @@ def refusal(problem: Problem) -> str | None:
             shape, dtype = problem.bias
             return f"its kernels give no cotangent for each query of a bias, as {dtype}{list(shape)} wants"
     for array, axes in arrays:
-        if axes not in AXES:
-            kinds = {"BND": "diagonal", "BNTS": "pair"}
-            return f"its kernels take no number for each {kinds[axes]} of a score function yet, as {functions[-1]} has"
+        if axes not in AXES | {"BND"}:
+            return f"its kernels take no number for each pair of a score function yet, as {functions[-1]} has"
         if axes == "BNT" and array.dtype == np.float32 and array.shape[-1] > 1:
             return f"its kernels give no cotangent for each query of a score function yet, as {functions[-1]} wants"
         if np.dtype(array.dtype) not in DTYPES:
@@ -151,6 +171,13 @@ def refusal(problem: Problem) -> str | None:
     evaluate = value_and_derivatives(_function_of(problem, functions), _dtypes([*of_bias, *arrays]))
     # What is refused is of the caller's: a softcap and a bias are not.
     return evaluate.refusal and f"{evaluate.refusal}, of {functions[-1]}"
+
+
+def diagonals_of(problem: Problem) -> int:
+    """How many arrays its functions have with a number for each diagonal."""
+    sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
+    functions = problem.functions.value if problem.functions else ()
+    return sum(axes == "BND" for function in functions for _, axes in streamed(function, **sizes).leaves())
 
 
 def _value(array: Any, axes: str) -> Value:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
-from jflash.backends.mosaic_gpu.terms import is_plain
+from jflash.backends.mosaic_gpu.terms import diagonals_of, is_plain
 from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
@@ -242,8 +242,8 @@ def _power_of_two(most: int) -> int:
 def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
     """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles."""
     # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q, nor is there
-    # beside a bias of pairs.
-    if problem.has_bias_of_pairs:
+    # beside what each pair has.
+    if bytes_of_pairs(problem):
         return None
     if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
         return None
@@ -360,8 +360,11 @@ _TILE_BYTES = 224 * 2**10
 
 
 def bytes_of_pairs(problem: Problem) -> int:
-    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
-    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
+    """What a pair takes of a tile in shared memory: that of a bias, two bytes of a mask with booleans for each, and
+    four of each array that functions have for diagonals.
+    """
+    of_bias = problem.bias[1].itemsize if problem.has_bias_of_pairs else 0
+    return of_bias + 2 * has_booleans_of_pairs(problem) + 4 * diagonals_of(problem)
 
 
 def has_booleans_of_pairs(problem: Problem) -> bool:

@@ -156,7 +156,7 @@ class BackwardKernel(abc.ABC):
         problem, dtype = self.problem, self.problem.dtype
         sums = (self.sum_parts, problem.B, problem.N, self.visits.rows * self.block_k)
         dk_and_dv = [result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)]
-        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * self.terms.learned
+        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * len(self.terms.summed)
 
     @abc.abstractmethod
     def _scratch(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
-        learned = self.terms.learned
+        learned = len(self.terms.summed)
 
         results = hopper_kernel(
             kernel,
@@ -220,7 +220,7 @@ class BackwardKernel(abc.ABC):
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
                 **self.visits.pairs.scratch(),
-                **self.terms.pairs.scratch(),
+                **self.terms.scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -282,11 +282,11 @@ class BackwardKernel(abc.ABC):
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
             place = {"b": block.b, "n": at.head, "q_at": at.q_at, "k_at": block.k_at}
             self.visits.pairs.load(block.mask_refs, s, i, **place)
-            self.terms.pairs.load(block.term_refs, s, i, **place)
+            self.terms.load(block.term_refs, s, i, **place)
 
         steps.loop(step)
         self.visits.pairs.see_releases(s, steps.count)
-        self.terms.pairs.see_releases(s, steps.count)
+        self.terms.see_releases(s, steps.count)
         see_releases(s.q_free, stages=self.q_stages, count=steps.count)
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
@@ -341,7 +341,9 @@ class BackwardKernel(abc.ABC):
         """
         place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
         ids = self._ids(block, s.shape)
-        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, **place)
+        with self.terms.diagonals.reading(block.s, warpgroup):
+            diagonals = self.terms.diagonals.parts(block.s, warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, diagonals, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, block, warpgroup, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
@@ -353,7 +355,7 @@ class BackwardKernel(abc.ABC):
             d = p * dp * derivative
             return d if self.terms.is_total else jnp.where(p == 0, 0, d)
 
-        d_values = [times_p(by_value) for by_value in by_values]
+        d_values = [times_p(by_values[position]) for position in self.terms.summed]
         self._add_up(block, step, d_values, pl.ds(sums_from, s.shape[0]), sum_part, k_at)
         return weights, times_p(by_qk)
 

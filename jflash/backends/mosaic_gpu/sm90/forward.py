@@ -189,7 +189,7 @@ class _Forward:
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
                 **self.visits.pairs.scratch(),
-                **self.terms.pairs.scratch(),
+                **self.terms.scratch(),
             },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
@@ -239,7 +239,7 @@ class _Forward:
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
             self.visits.pairs.see_releases(s, steps)
-            self.terms.pairs.see_releases(s, steps)
+            self.terms.see_releases(s, steps)
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
@@ -319,7 +319,7 @@ class _Forward:
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
             self.visits.pairs.load(g.mask, s, tile.start + i, **place)
-            self.terms.pairs.load(g.terms, s, tile.start + i, **place)
+            self.terms.load(g.terms, s, tile.start + i, **place)
 
         load(i32(0), *key)
         load_pairs(i32(0))
@@ -511,7 +511,8 @@ class _Forward:
             x = self.terms.biased(x, s, warpgroup, columns)
             if self.terms.is_plain:
                 return x
-            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **head, k_at=k_at)
+            diagonals = self.terms.diagonals.parts(s, warpgroup, columns)
+            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), diagonals, **head, k_at=k_at)
 
         def masked(x, k_at, columns):
             place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
@@ -519,7 +520,7 @@ class _Forward:
             return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
 
         if self.terms.pairs or not self.terms.is_plain:
-            with self.terms.pairs.reading(s, warpgroup):
+            with self.terms.pairs.reading(s, warpgroup), self.terms.diagonals.reading(s, warpgroup):
                 x = self._by_columns(logits, column, x)
         if not self.visits.is_masked:
             return x

@@ -75,7 +75,7 @@ class QueryTiles:
 
     def scratch(self) -> dict[str, Any]:
         """Scratch types that a kernel adds to its own."""
-        return {**self.visits.pairs.scratch(), **self.terms.pairs.scratch()}
+        return {**self.visits.pairs.scratch(), **self.terms.scratch()}
 
     @property
     def needs_ids(self) -> bool:
@@ -124,7 +124,9 @@ class QueryTiles:
         """dS by scale · qk, where the logits are made of S here; as in the fused kernels."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         ids = plgpu.load(rows.s.ids, layout=BY_COLUMN)
-        logits, by_qk, _ = self.terms.with_derivatives(rows.term_refs, s, ids, **place)
+        with self.terms.diagonals.reading(rows.s, rows.warpgroup):
+            diagonals = self.terms.diagonals.parts(rows.s, rows.warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(rows.term_refs, s, ids, diagonals, **place)
         p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, rows, i)
         (dp,) = self.terms.dropped(rows.term_refs, dp, **place)
@@ -152,9 +154,9 @@ class QueryTiles:
         """By the warpgroup that loads, for a step of this number, what the i-th visited tile has for each pair."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         self.visits.pairs.load(rows.mask_refs, rows.s, step, **place)
-        self.terms.pairs.load(rows.term_refs, rows.s, step, **place)
+        self.terms.load(rows.term_refs, rows.s, step, **place)
 
     def see_releases(self, rows: Rows, steps: Any) -> None:
         """By the same, after so many steps."""
         self.visits.pairs.see_releases(rows.s, steps)
-        self.terms.pairs.see_releases(rows.s, steps)
+        self.terms.see_releases(rows.s, steps)

@@ -76,6 +76,10 @@ def distance_and_value(s, b, n, q, k, slope, value):
     return s + slope[n] * (q - k).astype(s.dtype) + value[b, k]
 
 
+def table_of_diagonals(s, b, n, q, k, table):
+    return s + table[n, q - k + 4095]
+
+
 # What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
     "bias": {"bias": (1, 16, 4096, 4096)},
@@ -86,6 +90,7 @@ TERMS = {
         "score_fn": distance_and_value,
         "score_args": (np.zeros(16, np.float32), np.zeros((1, 4096), np.float32)),
     },
+    "diagonals": {"score_fn": table_of_diagonals, "score_args": (np.zeros((16, 8191), np.float32),)},
 }
 
 
@@ -142,6 +147,10 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     if workload.bias is not None:
         # The kernel for its cotangent runs where somebody asks for that.
         problem, deterministic = (dataclasses.replace(each, learned=(True,)) for each in (problem, deterministic))
+    learned = problem, deterministic
+    if terms == "diagonals":
+        # As well, of the array beside the numbers of batch rows and heads. Out is of 16 bits where nobody asks.
+        learned = (dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)
     own = operand_shapes(problem)
     functions = tuple(
@@ -150,7 +159,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     operands = (own._replace(terms=own.terms._replace(functions=functions)),)
     forward = functools.partial(mosaic_gpu.forward, problem, tiles)
     arguments = *operands, *backward_shapes(problem)
-    backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in (problem, deterministic))
+    backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in learned)
     name = f"{H}_{Hv}_{mask}_{size}" + (f"_{terms}" if terms else "")
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
     few = 160 if tiles.forward.warpgroups == 3 else 240

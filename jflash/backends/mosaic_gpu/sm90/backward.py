@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS
 from jflash.backends.mosaic_gpu.sm90.backward_bias import d_bias
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel
+from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
@@ -53,9 +54,13 @@ def backward(
             d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
             d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
-        of_pairs = (d_bias(problem, operands, statistics, d_out),) if kernel.terms.learns_pairs else ()
-    learned = learned_arrays(problem, operands)
-    gradients = Gradients(d_q, d_k, d_v, (*of_pairs, *_sums(problem, sums, learned[len(of_pairs) :])))
+        learned = learned_arrays(problem, operands)
+        of_pairs = [d_bias(problem, operands, statistics, d_out)] if kernel.terms.learns_pairs else []
+        of_diagonals = [
+            d_diagonals(problem, operands, statistics, d_out, shared=array.shape[:2], by_value=by_value)
+            for (array, _), by_value in zip(filter(_is_of_diagonals, learned), kernel.terms.learned_diagonals, strict=True)
+        ]
+    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_pairs, of_diagonals, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -76,15 +81,30 @@ def _with_dq(
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
-def _sums(problem: Problem, sums: list[Float[Array, "parts B N padded_S"]], learned: list[tuple[Array, str]]) -> tuple:
-    """`Gradients.values` from the parts of the sums over queries."""
-    sizes = {"B": problem.B, "N": problem.N, "S": problem.S}
+def _is_of_diagonals(leaf: tuple[Array, str]) -> bool:
+    return leaf[1] == "BND"
 
-    def of(x: Array, axes: str) -> Array:
-        x = x[..., : problem.S].sum(0)
+
+def _values(
+    problem: Problem,
+    learned: list[tuple[Array, str]],
+    of_pairs: list[Array],
+    of_diagonals: list[Array],
+    sums: list[Float[Array, "parts B N padded_S"]],
+) -> tuple[Array, ...]:
+    """`Gradients.values`, from those of a bias of pairs, which comes first, those of diagonals, and parts of the sums
+    over queries that all others are.
+    """
+    sizes, diagonals, sums = {"B": problem.B, "N": problem.N, "S": problem.S}, iter(of_diagonals), iter(sums)
+
+    def of(leaf: tuple[Array, str]) -> Array:
+        if _is_of_diagonals(leaf):
+            return next(diagonals)
+        axes = gradient_axes(*leaf)
+        x = next(sums)[..., : problem.S].sum(0)
         return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
 
-    return tuple(of(x, gradient_axes(*leaf)) for x, leaf in zip(sums, learned, strict=True))
+    return *of_pairs, *map(of, learned[len(of_pairs) :])
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:

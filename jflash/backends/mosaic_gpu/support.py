@@ -5,6 +5,7 @@ import numpy as np
 from jflash.backends.mosaic_gpu import terms
 from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
+from jflash.backends.mosaic_gpu.terms import diagonals_of
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
 from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
@@ -53,7 +54,11 @@ def notes(problem: Problem) -> tuple[str, ...]:
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
     if has_booleans_of_pairs(problem):
         found.append("the mask's booleans for each pair are copied into 16 bits")
-    if bytes_of_pairs(problem) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
+    if diagonals_of(problem):
+        found.append(
+            "what score functions have for each diagonal is copied into bands of up to 128 rows, of T + S numbers each"
+        )
+    if (problem.has_bias_of_pairs or has_booleans_of_pairs(problem)) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
         found.append(
             f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
             f" keys from T={problem.T}, S={problem.S}"
@@ -74,6 +79,7 @@ def _refused_values(problem: Problem) -> str | None:
     if sum(value.axes == "BNTS" for value in values) > 1:
         return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
     if not fits_pairs(problem):
-        return f"shared memory has no room for a float32 bias and a dense mask beside H={problem.H}, Hv={problem.Hv}"
+        found = f"{bytes_of_pairs(problem)} bytes for each pair of query and key"
+        return f"shared memory has no room for {found}, of bias, mask and diagonals, beside H={problem.H}, Hv={problem.Hv}"
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

@@ -375,28 +375,40 @@ def has_booleans_of_pairs(problem: Problem) -> bool:
 def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> HopperTiles:
     """The tiles, smaller or with fewer stages where shared memory must hold those of pairs besides."""
 
-    def fitting(own: Any, *changes: dict[str, int], columns: tuple[int, int], rest: int = 0) -> Any:
-        def tile_bytes(tiles: Any) -> int:
-            return tiles.operand_bytes(*columns) + tiles.block_q * tiles.block_k * pair_bytes + rest
-
+    def fitting(own: Any, *changes: dict[str, int]) -> Any:
         candidates = [own, *(dataclasses.replace(own, **change) for change in changes)]
-        return next((tiles for tiles in candidates if tile_bytes(tiles) < _TILE_BYTES), candidates[-1])
+        fits = (tiles for tiles in candidates if _bytes_beside_pairs(tiles, H, Hv, pair_bytes) < _TILE_BYTES)
+        return next(fits, candidates[-1])
 
-    backward, is_wide = tiles.backward, tiles.backward.block_k == 64
-    # The warpgroups split the columns there.
-    columns = tuple(2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv)) if is_wide else (H, Hv)
-    # P and dS, or the two slots of dS, in 16 bits, and dQ of each warpgroup in 32.
-    rest = 2 * _ITEM_BYTES * backward.block_q * backward.block_k + 2 * 4 * WARPGROUP_ROWS * CHUNK
     return dataclasses.replace(
         tiles,
-        forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}, columns=(H, Hv)),
-        backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, columns=columns, rest=rest),
-        backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}, columns=(H, Hv)),
+        forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}),
+        backward=fitting(tiles.backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}),
+        backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}),
     )
 
 
+def _bytes_beside_pairs(tiles: Any, H: int, Hv: int, pair_bytes: int) -> int:
+    """Shared memory of the tiles of a kernel, and of those of pairs."""
+    rest = 0
+    if isinstance(tiles, BackwardTiles):
+        # P and dS, or the two slots of dS, in 16 bits, and dQ of each warpgroup in 32.
+        rest = 2 * _ITEM_BYTES * tiles.block_q * tiles.block_k + 2 * 4 * WARPGROUP_ROWS * CHUNK
+        if tiles.block_k == 64:
+            # The warpgroups split the columns there.
+            H, Hv = (2 * CHUNK * -(-size // (2 * CHUNK)) for size in (H, Hv))
+    return tiles.operand_bytes(H, Hv) + tiles.block_q * tiles.block_k * pair_bytes + rest
+
+
 def fits_pairs(problem: Problem) -> bool:
-    """Whether the kernels have room for what the problem has for each pair: that for a bias's cotangent has least."""
-    columns = _columns(problem.H) + _columns(problem.Hv)
+    """Whether the kernels have room for what the problem has for each pair.
+
+    Least room have that for the cotangents of what is there for each, and with many bytes for each the fused backward
+    kernel where a block of threads has 128 keys.
+    """
+    H, Hv, pair_bytes = _columns(problem.H), _columns(problem.Hv), bytes_of_pairs(problem)
     rows = 2 * WARPGROUP_ROWS
-    return _ITEM_BYTES * (rows + 64) * columns + rows * 64 * bytes_of_pairs(problem) <= _TILE_BYTES
+    fused = _backward_tiles(H, Hv, few_registers=True)
+    fused = dataclasses.replace(fused, q_stages=1, do_stages=1)
+    sums = _ITEM_BYTES * (rows + 64) * (H + Hv) + rows * 64 * pair_bytes
+    return sums <= _TILE_BYTES and _bytes_beside_pairs(fused, H, Hv, pair_bytes) <= _TILE_BYTES

@@ -69,7 +69,7 @@ def _call(name, kernel, problem, operands, extra, extra_axes, results):
 
 
 def _expanded(value, problem):
-    """The array with axes B, N, T and S, or with the diagonals in place of these two, of which the kernel makes them."""
+    """The array with axes B, N, T and S, of diagonals too."""
     if value.axes != "BND":
         return value.expanded()
     t, s = np.ogrid[: problem.T, : problem.S]
@@ -163,9 +163,7 @@ def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, del
     known = "BNTS", "BNS", "BN", "BND"
     assert all(axes in known for _, axes in wanted), "the toy kernel gives no cotangent for each query"
     # Of diagonals that of each pair, which is summed below.
-    results += [
-        ((B, N, T, S), "BNTS") if axes == "BND" else ((B, N, *array.shape[2:]), axes) for array, axes in wanted
-    ]
+    results += [((B, N, T, S), "BNTS") if axes == "BND" else ((B, N, *array.shape[2:]), axes) for array, axes in wanted]
     kernel = functools.partial(_backward_kernel, learned)
     extra = (lse, d_out, delta)
     found = _call("toy_backward", kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)

@@ -67,7 +67,8 @@ def with_poles(s, b, n, q, k, table):
 
 def scaled_here_and_there(s, b, n, q, k, table, is_on):
     """A number and a boolean for each diagonal, of each batch row."""
-    return jnp.where(jnp.asarray(is_on)[b, abs(q - k) % 7], s / 2, s) * table[b, jnp.where(q > k, 5, 0) + abs(q - k) % 5]
+    distance = abs(q - k)
+    return jnp.where(jnp.asarray(is_on)[b, distance % 7], s / 2, s) * table[b, jnp.where(q > k, 5, 0) + distance % 5]
 
 
 def draw(*shape: int) -> np.ndarray:

@@ -28,7 +28,8 @@ class Band(PairTiles):
         self._lengths = tile_map.T, tile_map.S
         # Up to whole tiles.
         self._padded_lengths = tuple(
-            -(-length // block) * block for length, block in ((tile_map.T, tile_map.block_q), (tile_map.S, tile_map.block_k))
+            -(-length // block) * block
+            for length, block in ((tile_map.T, tile_map.block_q), (tile_map.S, tile_map.block_k))
         )
 
     def operands(self) -> tuple[jax.Array, ...]:

@@ -55,10 +55,9 @@ def notes(problem: Problem) -> tuple[str, ...]:
     if has_booleans_of_pairs(problem):
         found.append("the mask's booleans for each pair are copied into 16 bits")
     if diagonals_of(problem):
-        found.append(
-            "what score functions have for each diagonal is copied into bands of up to 128 rows, of T + S numbers each"
-        )
-    if (problem.has_bias_of_pairs or has_booleans_of_pairs(problem)) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
+        found.append("what score functions have for each diagonal is copied into bands of 64 rows by T + S")
+    has_pairs = problem.has_bias_of_pairs or has_booleans_of_pairs(problem)
+    if has_pairs and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
         found.append(
             f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
             f" keys from T={problem.T}, S={problem.S}"
@@ -80,6 +79,8 @@ def _refused_values(problem: Problem) -> str | None:
         return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
     if not fits_pairs(problem):
         found = f"{bytes_of_pairs(problem)} bytes for each pair of query and key"
-        return f"shared memory has no room for {found}, of bias, mask and diagonals, beside H={problem.H}, Hv={problem.Hv}"
+        return (
+            f"shared memory has no room for {found}, of bias, mask and diagonals, beside H={problem.H}, Hv={problem.Hv}"
+        )
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

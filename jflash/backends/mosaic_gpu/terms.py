@@ -128,13 +128,12 @@ class TileTerms:
             return qk
         return qk + self.pairs.part(s, warpgroup, columns) * np.float32(1 / self._scale)
 
-    def _arguments(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, diagonals: list[Any], *, b: Any, n: Any, q_at: Any, k_at: Any
-    ) -> tuple:
-        q, k = tile_indices(column_ids, q_at=q_at, k_at=k_at, shape=qk.shape, transpose=self._transpose)
-        values = self._values.on_tile(refs[: self._values.count], b=b, n=n, q_at=q_at, k_at=k_at, shape=qk.shape)
-        parts = iter(diagonals), iter(values)
-        ordered = (next(parts[0] if is_of_diagonals else parts[1]) for is_of_diagonals in self._is_of_diagonals)
+    def _arguments(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, diagonals: list[Any], **place: Any) -> tuple:
+        at = {"q_at": place["q_at"], "k_at": place["k_at"], "shape": qk.shape}
+        q, k = tile_indices(column_ids, **at, transpose=self._transpose)
+        values = iter(self._values.on_tile(refs[: self._values.count], b=place["b"], n=place["n"], **at))
+        of_diagonals = iter(diagonals)
+        ordered = (next(of_diagonals if is_one else values) for is_one in self._is_of_diagonals)
         return qk * np.float32(self._scale), q, k, *ordered
 
 

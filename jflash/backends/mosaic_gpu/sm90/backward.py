@@ -56,9 +56,10 @@ def backward(
             d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
         learned = learned_arrays(problem, operands)
         of_pairs = [d_bias(problem, operands, statistics, d_out)] if kernel.terms.learns_pairs else []
+        arrays = [array for array, axes in learned if axes == "BND"]
         of_diagonals = [
             d_diagonals(problem, operands, statistics, d_out, shared=array.shape[:2], by_value=by_value)
-            for (array, _), by_value in zip(filter(_is_of_diagonals, learned), kernel.terms.learned_diagonals, strict=True)
+            for array, by_value in zip(arrays, kernel.terms.learned_diagonals, strict=True)
         ]
     gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_pairs, of_diagonals, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
@@ -81,10 +82,6 @@ def _with_dq(
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
-def _is_of_diagonals(leaf: tuple[Array, str]) -> bool:
-    return leaf[1] == "BND"
-
-
 def _values(
     problem: Problem,
     learned: list[tuple[Array, str]],
@@ -97,14 +94,14 @@ def _values(
     """
     sizes, diagonals, sums = {"B": problem.B, "N": problem.N, "S": problem.S}, iter(of_diagonals), iter(sums)
 
-    def of(leaf: tuple[Array, str]) -> Array:
-        if _is_of_diagonals(leaf):
+    def of(array: Array, axes: str) -> Array:
+        if axes == "BND":
             return next(diagonals)
-        axes = gradient_axes(*leaf)
+        axes = gradient_axes(array, axes)
         x = next(sums)[..., : problem.S].sum(0)
         return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
 
-    return *of_pairs, *map(of, learned[len(of_pairs) :])
+    return *of_pairs, *(of(*leaf) for leaf in learned[len(of_pairs) :])
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:

@@ -400,6 +400,29 @@ def test_gradients_through_shard_map_with_its_default_checks(kind, of_keys, dete
     assert text.count("custom_call @mosaic_gpu") == 2 + deterministic
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_the_cotangent_of_a_table_through_shard_map(kind):
+    """A table that all devices share, and lists of tiles for each device's batch rows and for each distance."""
+    mesh, H = mesh_of(kind), 64
+
+    def attention(q, k, v, table, ids):
+        terms = {"score_fn": one_table, "score_args": (table,), "mask": Segments(ids)}
+        return attend(q, k, v, causal=False, **terms)
+
+    def loss(q, k, v, table, ids):
+        specs = SPEC, SPEC, SPEC, P(), P("data")
+        local = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=SPEC)
+        return local(q, k, v, table, ids).astype(jnp.float32).sum()
+
+    arrays = shapes((4, 256, 4, H), (4, 256, 4, H), (4, 256, 4, H), sharding=NamedSharding(mesh, SPEC))
+    table = jax.ShapeDtypeStruct((2, 513), jnp.float32, sharding=NamedSharding(mesh, P()))
+    ids = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        text = lower(jax.grad(loss, (0, 1, 2, 3)), [*arrays, table, ids])
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert "jflash_backward_diagonals_sm90" in text
+
+
 def test_lists_of_tiles_and_values_lower_inside_vmap():
     def call(q, k, v, ids):
         return gradients(q, k, v, causal=False, mask=Segments(ids) & Causal())

@@ -71,6 +71,10 @@ def scaled_here_and_there(s, b, n, q, k, table, is_on):
     return jnp.where(jnp.asarray(is_on)[b, distance % 7], s / 2, s) * table[b, jnp.where(q > k, 5, 0) + distance % 5]
 
 
+def scaled_by_pairs(s, b, n, q, k, of_pairs, of_keys):
+    return s * of_pairs[b, q, k] + of_keys[k]
+
+
 def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
 
@@ -156,6 +160,18 @@ WORKLOADS = [
     ),
     workload(
         "diagonals_wide", score_fn=T5, score_args=(draw(2, 18),), mask=Causal(), T=130, S=133, N=2, K=1, H=136, Hv=200
+    ),
+    workload(
+        "pairs_of_rows",
+        score_fn=scaled_by_pairs,
+        score_args=(draw(2, 70, 150), draw(150)),
+        mask=Lengths(kv=int32(80, 150)),
+        B=2,
+        T=70,
+        S=150,
+        N=2,
+        K=1,
+        H=40,
     ),
     workload(
         "diagonals_and_bias",

@@ -5,7 +5,7 @@ import numpy as np
 from jflash.backends.mosaic_gpu import terms
 from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, Pieces, chunks
 from jflash.backends.mosaic_gpu.sm90.backward import NARROW
-from jflash.backends.mosaic_gpu.terms import diagonals_of
+from jflash.backends.mosaic_gpu.terms import axes_of_arguments
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
 from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
@@ -54,12 +54,13 @@ def notes(problem: Problem) -> tuple[str, ...]:
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
     if has_booleans_of_pairs(problem):
         found.append("the mask's booleans for each pair are copied into 16 bits")
-    if diagonals_of(problem):
+    arguments = axes_of_arguments(problem)
+    if "BND" in arguments:
         found.append("what score functions have for each diagonal is copied into bands of 64 rows by T + S")
-    has_pairs = problem.has_bias_of_pairs or has_booleans_of_pairs(problem)
+    has_pairs = problem.has_bias_of_pairs or has_booleans_of_pairs(problem) or "BNTS" in arguments
     if has_pairs and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
         found.append(
-            f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
+            f"what is there for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
             f" keys from T={problem.T}, S={problem.S}"
         )
     return tuple(found)
@@ -79,8 +80,7 @@ def _refused_values(problem: Problem) -> str | None:
         return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
     if not fits_pairs(problem):
         found = f"{bytes_of_pairs(problem)} bytes for each pair of query and key"
-        return (
-            f"shared memory has no room for {found}, of bias, mask and diagonals, beside H={problem.H}, Hv={problem.Hv}"
-        )
+        beside = f"H={problem.H}, Hv={problem.Hv}"
+        return f"shared memory has no room for {found}, of bias, mask and score functions, beside {beside}"
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

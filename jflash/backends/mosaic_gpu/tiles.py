@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
-from jflash.backends.mosaic_gpu.terms import diagonals_of, is_plain
+from jflash.backends.mosaic_gpu.terms import axes_of_arguments, is_plain
 from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
@@ -361,10 +361,10 @@ _TILE_BYTES = 224 * 2**10
 
 def bytes_of_pairs(problem: Problem) -> int:
     """What a pair takes of a tile in shared memory: that of a bias, two bytes of a mask with booleans for each, and
-    four of each array that functions have for diagonals.
+    four of each array that functions have for diagonals or pairs.
     """
     of_bias = problem.bias[1].itemsize if problem.has_bias_of_pairs else 0
-    return of_bias + 2 * has_booleans_of_pairs(problem) + 4 * diagonals_of(problem)
+    return of_bias + 2 * has_booleans_of_pairs(problem) + 4 * len(axes_of_arguments(problem))
 
 
 def has_booleans_of_pairs(problem: Problem) -> bool:

@@ -341,9 +341,9 @@ class BackwardKernel(abc.ABC):
         """
         place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
         ids = self._ids(block, s.shape)
-        with self.terms.diagonals.reading(block.s, warpgroup):
-            diagonals = self.terms.diagonals.parts(block.s, warpgroup)
-        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, diagonals, **place)
+        with self.terms.arguments.reading(block.s, warpgroup):
+            arguments = self.terms.arguments.parts(block.s, warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, arguments, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, block, warpgroup, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)

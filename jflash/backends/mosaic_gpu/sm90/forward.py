@@ -511,8 +511,8 @@ class _Forward:
             x = self.terms.biased(x, s, warpgroup, columns)
             if self.terms.is_plain:
                 return x
-            diagonals = self.terms.diagonals.parts(s, warpgroup, columns)
-            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), diagonals, **head, k_at=k_at)
+            arguments = self.terms.arguments.parts(s, warpgroup, columns)
+            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), arguments, **head, k_at=k_at)
 
         def masked(x, k_at, columns):
             place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
@@ -520,7 +520,7 @@ class _Forward:
             return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
 
         if self.terms.pairs or not self.terms.is_plain:
-            with self.terms.pairs.reading(s, warpgroup), self.terms.diagonals.reading(s, warpgroup):
+            with self.terms.pairs.reading(s, warpgroup), self.terms.arguments.reading(s, warpgroup):
                 x = self._by_columns(logits, column, x)
         if not self.visits.is_masked:
             return x

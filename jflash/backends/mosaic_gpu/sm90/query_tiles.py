@@ -127,9 +127,9 @@ class QueryTiles:
         """dS, where the logits are made of S here; as in the fused kernels."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         ids = plgpu.load(rows.s.ids, layout=BY_COLUMN)
-        with self.terms.diagonals.reading(rows.s, rows.warpgroup):
-            diagonals = self.terms.diagonals.parts(rows.s, rows.warpgroup)
-        logits, by_qk, by_values = self.terms.with_derivatives(rows.term_refs, s, ids, diagonals, **place)
+        with self.terms.arguments.reading(rows.s, rows.warpgroup):
+            arguments = self.terms.arguments.parts(rows.s, rows.warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(rows.term_refs, s, ids, arguments, **place)
         p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, rows, i)
         (dp,) = self.terms.dropped(rows.term_refs, dp, **place)

@@ -1,4 +1,6 @@
-"""The kernel for Hopper that computes the cotangent of a bias with a number for each pair of query and key: dS itself.
+"""The kernel for Hopper that computes the cotangent of what has a number for each pair of query and key.
+
+Of a bias it is dS itself, of an array of a score function dS by that.
 
 Of a tile it is summed over the batch rows and heads that share it. The steps of a block of threads are the tiles of
 keys that some of its queries see, and for each of them the batch rows and heads.
@@ -19,29 +21,35 @@ from jflash.backends.protocol import Operands
 from jflash.problem import Problem
 
 
-def d_bias(
+def d_pairs(
     problem: Problem,
     operands: Operands,
     statistics: tuple[Float[Array, "B N padded_T"], Float[Array, "B N padded_T"]],
     d_out: Float[Array, "B T N Hv"],
+    *,
+    shared: tuple[int, int],
+    by_value: int | None = None,
 ) -> Float[Array, "#B #N T S"]:
-    """The cotangent of the bias in float32, summed over the batch rows and heads that share it.
+    """The cotangent in float32, summed over the batch rows and heads that share an entry.
 
     Args:
       problem: of the call.
       operands, statistics, d_out: as of `backward_dq.dq`.
+      shared: the batch rows and the heads of the array.
+      by_value: which it is, as of `QueryTiles`; None for the bias.
     """
-    return _BiasGradient(problem, operands)(statistics, d_out)[..., : problem.T, : problem.S]
+    kernel = _PairGradient(problem, operands, shared=shared, by_value=by_value)
+    return kernel(statistics, d_out)[..., : problem.T, : problem.S]
 
 
-class _BiasGradient(TileSums):
+class _PairGradient(TileSums):
     """A block of threads for each row of tiles."""
 
-    kernel_name = "jflash_backward_bias_sm90"
+    kernel_name = "jflash_backward_pairs_sm90"
 
-    def __init__(self, problem: Problem, operands: Operands):
-        shared = operands.bias.shape[:2]
-        super().__init__(problem, operands, shared=shared, loads_queries=shared != (problem.B, problem.N))
+    def __init__(self, problem: Problem, operands: Operands, *, shared: tuple[int, int], by_value: int | None):
+        is_shared = shared != (problem.B, problem.N)
+        super().__init__(problem, operands, shared=shared, loads_queries=is_shared, by_value=by_value)
         # Whether the tiles to visit are the same in all batch rows that share an entry.
         values = problem.mask.mask.values()
         self.visits_all = self.shared_rows > 1 and any(value.array.shape[0] > 1 for value in values)
@@ -50,7 +58,7 @@ class _BiasGradient(TileSums):
 
     @property
     def members(self) -> int:
-        """Batch rows and heads that share an entry of the bias."""
+        """Batch rows and heads that share an entry."""
         return self.shared_rows * self.shared_heads
 
     def each_step(self, block: Block, body: Callable[..., Any], carry: Any) -> tuple[Any, Any]:

@@ -1,4 +1,6 @@
-"""A number for each diagonal, q - k, on tiles: all of them are parts of one band, which TMA cuts out as it does pairs.
+"""What a score function has for each diagonal, q - k, or each pair, on tiles.
+
+Tiles of diagonals are all parts of one band, which TMA cuts out as it does those of pairs.
 
 Row r of a band is the array in reverse, r places further right. So the tile of queries from q_at and keys from k_at are
 the rows of a tile and as many columns, from k_at - q_at and a constant. A band takes rows * (T + S) numbers.
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
+from jflash.masks.mask import Value
 from jflash.masks.tile_map import TileMap
 
 
@@ -45,41 +48,52 @@ class Band(PairTiles):
         return pl.ds(0, rows), pl.ds(k_at - q_at + (self._padded_lengths[0] - rows), self._part[1])
 
 
-class DiagonalTiles:
-    """Several such arrays, with the methods of `PairTiles`."""
+AXES = frozenset(("BND", "BNTS"))
+"""The axes that an array of `ArgumentTiles` may have."""
 
-    def __init__(self, arrays: Sequence[jax.Array], tile_map: TileMap, **split: Any):
-        self._are_booleans = [array.dtype == np.bool_ for array in arrays]
-        arrays = [array.astype(np.int32) if array.dtype == np.bool_ else array for array in arrays]
-        self._bands = [Band(f"diagonal{i}", array, tile_map, **split) for i, array in enumerate(arrays)]
+
+class ArgumentTiles:
+    """Several arrays with a number for each diagonal or pair, with the methods of `PairTiles`."""
+
+    def __init__(self, values: Sequence[Value], tile_map: TileMap, **split: Any):
+        self._are_booleans = [value.array.dtype == np.bool_ for value in values]
+        kinds = {"BND": Band, "BNTS": PairTiles}
+        self._tiles = [
+            kinds[value.axes](f"argument{i}", _of_32_bits(value.array), tile_map, **split)
+            for i, value in enumerate(values)
+        ]
 
     @property
     def count(self) -> int:
-        return len(self._bands)
+        return len(self._tiles)
 
     def operands(self) -> tuple[jax.Array, ...]:
-        return tuple(operand for band in self._bands for operand in band.operands())
+        return tuple(operand for tiles in self._tiles for operand in tiles.operands())
 
     def scratch(self) -> dict[str, Any]:
-        return {name: scratch for band in self._bands for name, scratch in band.scratch().items()}
+        return {name: scratch for tiles in self._tiles for name, scratch in tiles.scratch().items()}
 
     def load(self, refs: Sequence[Any], s: Any, step: Any, **place: Any) -> None:
         """As of `PairTiles`; `refs` are the operands."""
-        for band, ref in zip(self._bands, refs, strict=True):
-            band.load((ref,), s, step, **place)
+        for tiles, ref in zip(self._tiles, refs, strict=True):
+            tiles.load((ref,), s, step, **place)
 
     def see_releases(self, s: Any, steps: Any) -> None:
-        for band in self._bands:
-            band.see_releases(s, steps)
+        for tiles in self._tiles:
+            tiles.see_releases(s, steps)
 
     @contextlib.contextmanager
     def reading(self, s: Any, warpgroup: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for band in self._bands:
-                stack.enter_context(band.reading(s, warpgroup))
+            for tiles in self._tiles:
+                stack.enter_context(tiles.reading(s, warpgroup))
             yield
 
     def parts(self, s: Any, warpgroup: Any, columns: slice | None = None) -> list[jax.Array]:
         """Of each array the own part, or some columns of it."""
-        parts = [band.part(s, warpgroup, columns) for band in self._bands]
+        parts = [tiles.part(s, warpgroup, columns) for tiles in self._tiles]
         return [part != 0 if is_boolean else part for part, is_boolean in zip(parts, self._are_booleans)]
+
+
+def _of_32_bits(array: jax.Array) -> jax.Array:
+    return array.astype(np.int32) if array.dtype == np.bool_ else array

@@ -80,6 +80,10 @@ def table_of_diagonals(s, b, n, q, k, table):
     return s + table[n, q - k + 4095]
 
 
+def table_of_pairs(s, b, n, q, k, table):
+    return s * table[q, k]
+
+
 # What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
     "bias": {"bias": (1, 16, 4096, 4096)},
@@ -91,6 +95,7 @@ TERMS = {
         "score_args": (np.zeros(16, np.float32), np.zeros((1, 4096), np.float32)),
     },
     "diagonals": {"score_fn": table_of_diagonals, "score_args": (np.zeros((16, 8191), np.float32),)},
+    "pairs": {"score_fn": table_of_pairs, "score_args": (np.zeros((4096, 4096), np.float32),)},
 }
 
 
@@ -148,7 +153,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         # The kernel for its cotangent runs where somebody asks for that.
         problem, deterministic = (dataclasses.replace(each, learned=(True,)) for each in (problem, deterministic))
     learned = problem, deterministic
-    if terms == "diagonals":
+    if terms in ("diagonals", "pairs"):
         # As well, of the array beside the numbers of batch rows and heads. Out is of 16 bits where nobody asks.
         learned = (dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)
@@ -172,11 +177,12 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     is_measured = H == Hv and H in (64, 128, 256) and mask in ("full", "causal") and not terms
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
     # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
+    # Beside arguments on tiles three or four addresses are stored before the loop, and loaded once a step (H=128).
     is_full = H == 256 and (terms == "bias" or (mask, size) == ("dense", "odd"))
     return [
         Config(
             name=f"{kernel}_{name}",
-            max_spill_bytes=24 if is_full else 8 if terms else 0,
+            max_spill_bytes=24 if is_full else 16 if terms in ("diagonals", "pairs") else 8 if terms else 0,
             order=overlap(kernel, tiles, problem, is_pinned=is_pinned) if is_measured else None,
             **own,
         )

@@ -154,11 +154,11 @@ def refusal(problem: Problem) -> str | None:
     except ArgumentError as error:
         return str(error)
     for function, own in zip(problem.functions.value if problem.functions else (), functions):
-        # In memory of the size of what the caller holds, and not of all pairs.
+        # Numbers for each pair take no more memory than what the caller holds.
         given = sum(math.prod(array.shape) for array, _ in function.leaves())
         if any(axes == "BNTS" and math.prod(array.shape) > given for array, axes in own.leaves()):
-            found = f"{own} has from {function}"
-            return f"its kernels take a number for each pair of a score function from an array of all, not as {found}"
+            wanted = "an array of all pairs where it needs a number for each"
+            return f"its kernels take of a score function {wanted}, and {function} has smaller ones"
     arrays = [_value(*leaf) for function in functions for leaf in function.leaves()]
     of_bias = []
     if problem.bias is not None and not problem.has_bias_of_pairs:

@@ -82,17 +82,17 @@ class TileTerms:
         count = self._values.count + self._words.count + self.arguments.count + self.pairs.count
         return refs[:count], refs[count:]
 
-    # What TMA brings, as of `PairTiles`.
+    # What TMA brings of pairs and diagonals, as of `PairTiles`.
 
-    def scratch(self) -> dict[str, Any]:
+    def pair_scratch(self) -> dict[str, Any]:
         return {**self.arguments.scratch(), **self.pairs.scratch()}
 
-    def load(self, refs: tuple[Any, ...], s: Any, step: Any, **place: Any) -> None:
+    def load_pairs(self, refs: tuple[Any, ...], s: Any, step: Any, **place: Any) -> None:
         first = self._values.count + self._words.count
         self.arguments.load(refs[first : first + self.arguments.count], s, step, **place)
         self.pairs.load(refs, s, step, **place)
 
-    def see_releases(self, s: Any, steps: Any) -> None:
+    def see_pair_releases(self, s: Any, steps: Any) -> None:
         self.arguments.see_releases(s, steps)
         self.pairs.see_releases(s, steps)
 

@@ -220,7 +220,7 @@ class BackwardKernel(abc.ABC):
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
                 **self.visits.pairs.scratch(),
-                **self.terms.scratch(),
+                **self.terms.pair_scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -282,11 +282,11 @@ class BackwardKernel(abc.ABC):
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
             place = {"b": block.b, "n": at.head, "q_at": at.q_at, "k_at": block.k_at}
             self.visits.pairs.load(block.mask_refs, s, i, **place)
-            self.terms.load(block.term_refs, s, i, **place)
+            self.terms.load_pairs(block.term_refs, s, i, **place)
 
         steps.loop(step)
         self.visits.pairs.see_releases(s, steps.count)
-        self.terms.see_releases(s, steps.count)
+        self.terms.see_pair_releases(s, steps.count)
         see_releases(s.q_free, stages=self.q_stages, count=steps.count)
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 

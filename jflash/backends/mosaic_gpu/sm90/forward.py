@@ -189,7 +189,7 @@ class _Forward:
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
                 **self.visits.pairs.scratch(),
-                **self.terms.scratch(),
+                **self.terms.pair_scratch(),
             },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
@@ -239,7 +239,7 @@ class _Forward:
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
             self.visits.pairs.see_releases(s, steps)
-            self.terms.see_releases(s, steps)
+            self.terms.see_pair_releases(s, steps)
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
@@ -319,7 +319,7 @@ class _Forward:
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
             self.visits.pairs.load(g.mask, s, tile.start + i, **place)
-            self.terms.load(g.terms, s, tile.start + i, **place)
+            self.terms.load_pairs(g.terms, s, tile.start + i, **place)
 
         load(i32(0), *key)
         load_pairs(i32(0))

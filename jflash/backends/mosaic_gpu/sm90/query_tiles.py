@@ -78,7 +78,7 @@ class QueryTiles:
 
     def scratch(self) -> dict[str, Any]:
         """Scratch types that a kernel adds to its own."""
-        return {**self.visits.pairs.scratch(), **self.terms.scratch()}
+        return {**self.visits.pairs.scratch(), **self.terms.pair_scratch()}
 
     @property
     def needs_ids(self) -> bool:
@@ -157,9 +157,9 @@ class QueryTiles:
         """By the warpgroup that loads, for a step of this number, what the i-th visited tile has for each pair."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         self.visits.pairs.load(rows.mask_refs, rows.s, step, **place)
-        self.terms.load(rows.term_refs, rows.s, step, **place)
+        self.terms.load_pairs(rows.term_refs, rows.s, step, **place)
 
     def see_releases(self, rows: Rows, steps: Any) -> None:
         """By the same, after so many steps."""
         self.visits.pairs.see_releases(rows.s, steps)
-        self.terms.see_releases(rows.s, steps)
+        self.terms.see_pair_releases(rows.s, steps)

@@ -231,7 +231,7 @@ class TileSums(QueryTiles, abc.ABC):
         steps, _ = self.each_step(block, load, ())
         see_releases(s.free, stages=stages, count=steps)
         self.visits.pairs.see_releases(s, steps)
-        self.terms.see_releases(s, steps)
+        self.terms.see_pair_releases(s, steps)
 
     # The warpgroups that compute --------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 
 _SIZES = {"B": 2, "T": 333, "S": 301, "N": 4, "K": 2}
 _IDS = documents([[100, 33, 180], [7, 270]], padding=20)
+_LONG_IDS = documents([[400, 3, 700, 130, 5, 555, 268]])
 MASKS: dict[str, Mask] = {
     "full": Full(),
     "causal": Causal(),
@@ -169,6 +170,9 @@ def test_lengths(T, S):
         (2, 1024, 128, "bfloat16", Causal()),
         (4, 333, 128, "float16", Causal(offset=-40)),
         (1, 2061, 128, "bfloat16", Full()),
+        (2, 1700, 64, "float16", Causal(offset=3)),
+        (1, 2061, 128, "bfloat16", Segments(_LONG_IDS) & Causal()),
+        (4, 700, 40, "bfloat16", Segments(_LONG_IDS[:, :700], _LONG_IDS[:, ::-1][:, :700])),
     ],
 )
 def test_blocks_that_share_the_rows_of_tiles(B, T, H, dtype, mask):
@@ -184,6 +188,11 @@ def test_blocks_that_share_the_rows_of_tiles(B, T, H, dtype, mask):
         dtype=dtype,
     )
     assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+    # Whichever block takes a row; and the counter begins anew in each call.
+    run = jax.jit(attention)
+    first, *others = [run(*inputs[:4], inputs.learned) for _ in range(4)]
+    for again in others:
+        jax.tree.map(np.testing.assert_array_equal, again, first)
 
 
 @pytest.mark.parametrize("H, mask", [(64, "causal"), (128, "full"), (128, "documents"), (256, "window")])

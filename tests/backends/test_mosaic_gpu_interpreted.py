@@ -424,6 +424,9 @@ SHARED_FORWARD = workload(
     "shared_forward", mask=Causal(offset=140) & Lengths(kv=np.array([300, 0], np.int32)), B=2, T=270, S=300, N=2
 )
 DOCUMENTS_FORWARD = workload("documents_forward", mask=Segments(UNSORTED[:1, :70], UNSORTED[:1]), T=70, S=233, H=40)
+DOCUMENTS_COUNTED = workload(
+    "documents_counted", mask=Segments(UNSORTED[:1, :200], UNSORTED[:1]), T=200, S=233, N=2, softcap=1.5
+)
 SINKS_FORWARD = workload("sinks_forward", mask=Causal(offset=-9), sinks=(2,), softcap=1.5, T=70, S=300, N=2)
 THREE_HEADS = workload("three_heads", mask=Causal(), T=150, N=3)
 FORWARD_TILES = [
@@ -436,6 +439,9 @@ FORWARD_TILES = [
     (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "blocks": 3, "head_group": 2}),
     (SHARED_FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 2, "blocks": 2}),
     (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 2, "blocks": 132}),
+    (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "blocks": 3, "counted": True, "head_group": 2}),
+    (SHARED_FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 2, "blocks": 2, "counted": True}),
+    (DOCUMENTS_COUNTED, {"warpgroups": 1, "block_k": 64, "blocks": 3, "counted": True, "head_group": 2}),
     # Splits of the keys: more than some rows have tiles, with pieces of columns, and with lists.
     (FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 3}),
     (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 4, "head_group": 2}),

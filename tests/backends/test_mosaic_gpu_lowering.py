@@ -89,6 +89,7 @@ ALLOWED: dict[str, dict[str, tuple]] = {
     "forward": {
         "warpgroups": (1, 2, 3), "block_k": (64, 128, 192, 256), "stages": (1, 2, 3, 4),
         "pin_wait": (False, True), "head_group": HEAD_GROUPS, "blocks": (None, 1, 132), "splits": (1, 3),
+        "counted": (False, True),
     },
     "backward": {
         "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
@@ -105,6 +106,7 @@ CONSTRAINTS = (
     r"dk_in_flight=True with q_stages=1",
     r"blocks=\d+ with Hv != H",
     r"splits=3, blocks=\d+",
+    r"counted=True with blocks=None",
 )
 
 
@@ -131,6 +133,7 @@ TOGETHER = [
     ("forward", {"warpgroups": 1, "block_k": 64, "stages": 4, "pin_wait": True, "head_group": 1}),
     ("forward", {"warpgroups": 2, "block_k": 128, "stages": 3, "pin_wait": False, "head_group": 2, "blocks": 1}),
     ("forward", {"warpgroups": 3, "block_k": 192, "stages": 1, "pin_wait": True, "head_group": 4, "blocks": 132}),
+    ("forward", {"warpgroups": 2, "block_k": 128, "stages": 2, "head_group": 2, "blocks": 132, "counted": True}),
     ("forward", {"warpgroups": 1, "block_k": 256, "stages": 2, "pin_wait": False, "head_group": 8, "splits": 3}),
     ("backward", {"block_q": 64, "block_k": 128, "q_stages": 1, "do_stages": 1, "dk_in_flight": False}),
     (
@@ -421,6 +424,25 @@ def test_the_cotangent_of_a_table_through_shard_map(kind):
         text = lower(jax.grad(loss, (0, 1, 2, 3)), [*arrays, table, ids])
     assert text.count("custom_call @mosaic_gpu") == 3
     assert "jflash_backward_diagonals_sm90" in text
+
+
+@pytest.mark.parametrize("through", ["jit", "vmap", "shard_map"])
+def test_the_counter_of_rows_of_tiles(through):
+    """Its zero is a part of each call, on each device."""
+    sizes = (16, 2048, 16, 64), (16, 2048, 8, 64), (16, 2048, 8, 64)
+    call = gradients
+    if through == "vmap":
+        call, sizes = jax.vmap(gradients), [(2, *size) for size in sizes]
+    if through == "shard_map":
+        mesh = mesh_of(AxisType.Explicit)
+        call = jax.shard_map(gradients, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+        arrays = shapes(*sizes, sharding=NamedSharding(mesh, SPEC))
+        with jax.set_mesh(mesh):
+            text = lower(call, arrays)
+    else:
+        text = lower(call, shapes(*sizes))
+    assert_both_passes(text)
+    assert re.search(r"custom_call @mosaic_gpu.*tensor<1xi32>", text)
 
 
 def test_lists_of_tiles_and_values_lower_inside_vmap():

@@ -37,18 +37,19 @@ def test_every_row_of_every_head_is_taken_once(rows, heads, head_group):
     "sizes",
     [
         {"T": 128, "B": 32},
-        {"T": 1024},
-        {"T": 1024, "mask": Full()},
+        {"T": 512},
+        {"T": 512, "mask": Full()},
+        {"T": 1024, "H": 128},
+        {"T": 1024, "H": 128, "mask": Full()},
         {"T": 1001, "H": 128, "mask": SlidingWindow(100, 0)},
         {"T": 333, "H": 40},
-        {"T": 4096, "B": 4, "H": 128, "mask": Full()},
         {"T": 16384, "B": 1, "H": 128, "mask": SlidingWindow(1023, 0)},
     ],
     ids=str,
 )
 def test_blocks_share_short_rows_evenly(sizes):
     tiles = forward_tiles(**sizes)
-    assert tiles.blocks == H200.sm_count
+    assert tiles.blocks == H200.sm_count and not tiles.counted
     w = {"B": 16, "N": 16, "mask": Causal()} | sizes
     tile_map = TileMap(mask=w["mask"], T=w["T"], S=w["T"], block_q=tiles.block_q, block_k=tiles.block_k)
     run = tile_map.run(np.arange(tile_map.rows))
@@ -63,20 +64,29 @@ def test_blocks_share_short_rows_evenly(sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "head_group"),
     [
-        {"T": 4096},
-        {"T": 4096, "H": 128},
-        {"T": 4096, "mask": Full()},
-        {"H": 256},
-        {"H": 64, "Hv": 128},
-        {"B": 1, "N": 8},
-        {"mask": Lengths(kv=np.full(16, 7, np.int32))},
-        {"mask": Segments(np.zeros((16, 1024), np.int32))},
-        {"mask": Causal() | SlidingWindow(3, 3)},
+        ({"T": 1024}, 16),
+        ({"T": 1024, "mask": Full()}, 1),
+        ({"T": 4096, "B": 4}, 16),
+        ({"T": 16384, "B": 1, "N": 32}, 16),
+        ({"T": 16384, "B": 1, "H": 128, "K": 16}, 4),
+        ({"T": 8192, "B": 2, "H": 128, "N": 32, "K": 32}, 8),
+        ({"T": 4096, "B": 4, "H": 128}, 16),
+        ({"T": 4096, "B": 4, "H": 128, "mask": Full()}, 1),
+        ({"mask": Lengths(kv=np.full(16, 7, np.int32))}, 16),
+        ({"T": 32768, "B": 1, "H": 128, "mask": Segments(np.zeros((1, 32768), np.int32)) & Causal()}, 16),
+        ({"mask": Causal() | SlidingWindow(3, 3)}, 16),
     ],
     ids=str,
 )
+def test_blocks_count_rows_that_are_long_or_of_unknown_length(sizes, head_group):
+    """As measured on an H200 (docs/decisions.md, 2026-11-30), and what follows for its like."""
+    tiles = forward_tiles(**sizes)
+    assert (tiles.counted, tiles.blocks, tiles.head_group) == (True, H200.sm_count, head_group)
+
+
+@pytest.mark.parametrize("sizes", [{"H": 256}, {"H": 64, "Hv": 128}, {"B": 1, "N": 8}], ids=str)
 def test_elsewhere_each_row_has_a_block(sizes):
     assert forward_tiles(**sizes).blocks is None
 
@@ -91,6 +101,8 @@ def test_without_a_count_of_multiprocessors_each_row_has_a_block(mask: Mask):
 def test_no_blocks_are_refused():
     with pytest.raises(ArgumentError, match="`tiles`: found blocks=0, wanted None or at least 1"):
         ForwardTiles(warpgroups=2, block_k=128, blocks=0)
+    with pytest.raises(ArgumentError, match="found counted=True with blocks=None, wanted blocks with it"):
+        ForwardTiles(warpgroups=2, block_k=128, counted=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -117,11 +116,6 @@ _NARROW = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ bar mma\.T x\d+ wait[2-9] wait[1-9] 
 _WIDE = _SOFTMAX_IN_DP + r".*?mma\.T x\d+ wait[2-9] wait[1-9](?: x\d)? bar"
 
 
-# With JAX 0.12.0.1 all exponentials come before the wait in the PTX of these two, and after it in the SASS of the same
-# ptxas 13.0: the maxima alone run beside P V there (2026-11-30).
-_SUNK = {"forward_128_128_full_even", "forward_128_128_full_group"} if jax.__version_info__ >= (0, 12) else set()
-
-
 def at_least(number: int) -> str:
     """A regular expression of the whole numbers from this one."""
     digits = str(number)
@@ -133,11 +127,11 @@ def at_least(number: int) -> str:
     return f"(?:{'|'.join((digits, *larger))}|{r'\d' * len(digits)}\\d+)"
 
 
-def overlap(kernel: str, tiles: HopperTiles, problem: Problem, *, is_pinned: bool) -> str:
+def overlap(kernel: str, tiles: HopperTiles, problem: Problem) -> str:
     """The order that keeps the overlap of the kernels of a pass; the two of deterministic gradients share the first."""
     if kernel == "forward":
         maxima = exponentials = tiles.forward.block_k // 2
-        return _FORWARD.format(at_least(maxima + exponentials * is_pinned))
+        return _FORWARD.format(at_least(maxima + exponentials * tiles.forward.pin_wait))
     if kernel == "deterministic":
         return _SOFTMAX_IN_DP
     return _WIDE if max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < 128 else _NARROW
@@ -173,7 +167,6 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         "backward": {"function": backward, "arguments": arguments, "max_registers": 240},
         "deterministic": {"function": in_two, "arguments": arguments, "max_registers": 240},
     }
-    is_pinned = tiles.forward.pin_wait and f"forward_{name}" not in _SUNK
     is_measured = H == Hv and H in (64, 128, 256) and mask in ("full", "causal") and not terms
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
     # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
@@ -184,7 +177,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         Config(
             name=f"{kernel}_{name}",
             max_spill_bytes=24 if is_full else {"": 0, "diagonals": 16, "pairs": 112}.get(terms, 8),
-            order=overlap(kernel, tiles, problem, is_pinned=is_pinned) if is_measured else None,
+            order=overlap(kernel, tiles, problem) if is_measured else None,
             **own,
         )
         for kernel, own in passes.items()
@@ -214,8 +207,7 @@ def tuned_configs() -> list[Config]:
                     ),
                     arguments=(operand_shapes(problem), *(() if is_forward else backward_shapes(problem))),
                     max_registers=160 if is_forward and tiles.forward.warpgroups == 3 else 240,
-                    # Whether a pinned wait holds has been measured with the rest.
-                    order=overlap(kernel, tiles, problem, is_pinned=False),
+                    order=overlap(kernel, tiles, problem),
                 )
             )
     return found

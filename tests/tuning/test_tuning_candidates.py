@@ -47,12 +47,14 @@ def test_forward_candidates_at_64():
     formula = dataclasses.asdict(tiles.forward)
     changes = [{k: v for k, v in dataclasses.asdict(x.forward).items() if v != formula[k]} for x in found]
     assert formula == {
-        "warpgroups": 3, "block_k": 128, "stages": 2, "pin_wait": True, "head_group": 16, "blocks": None, "splits": 1
+        "warpgroups": 3, "block_k": 128, "stages": 2, "pin_wait": True, "head_group": 16, "blocks": 132,
+        "counted": True, "splits": 1,
     }  # fmt: skip
     assert {"warpgroups": 2} in changes and {"warpgroups": 2, "block_k": 192} in changes
     assert {"block_k": 192} not in changes, "144 registers of accumulators of 160"
     assert {"head_group": 64} in changes and {"head_group": 4} in changes
-    assert {"blocks": 132} in changes and {"pin_wait": False} in changes and {"splits": 2} in changes
+    assert {"blocks": None, "counted": False} in changes and {"counted": False} in changes
+    assert {"pin_wait": False} in changes and {"splits": 2} not in changes, "blocks that share rows split no keys"
 
 
 def test_what_does_not_fit_is_no_candidate():

@@ -24,7 +24,8 @@ _ACCUMULATORS = 0.8
 # Without those that cannot be fast: a single warpgroup reads K and V for 64 queries, a single stage waits for them.
 _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
-        "warpgroups": (2, 3), "block_k": (64, 128, 192, 256), "stages": (2, 3, 4), "pin_wait": (False, True)
+        "warpgroups": (2, 3), "block_k": (64, 128, 192, 256), "stages": (2, 3, 4), "pin_wait": (False, True),
+        "counted": (False, True),
     },
     "backward": {
         "block_q": (64, 128), "block_k": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2),
@@ -32,9 +33,10 @@ _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "backward_dq": {"block_k": (64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4)},
 }  # fmt: skip
-# Fields that share what a block of threads has of memory and registers: where one grows, another may have to shrink.
+# Fields that share what a block of threads has of memory and registers, so that where one grows another may have to
+# shrink; and those of which one is nothing without the other.
 _PAIRS = {
-    "forward": (("warpgroups", "block_k"), ("block_k", "stages"), ("warpgroups", "stages")),
+    "forward": (("warpgroups", "block_k"), ("block_k", "stages"), ("warpgroups", "stages"), ("blocks", "counted")),
     "backward": (("block_q", "q_stages"), ("block_q", "dk_in_flight"), ("block_k", "q_stages"), ("block_k", "block_q")),
     "backward_dq": (("block_k", "k_stages"), ("k_stages", "v_stages")),
 }

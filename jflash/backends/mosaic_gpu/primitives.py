@@ -1,6 +1,7 @@
 """What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, a vote."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,6 +188,19 @@ def hopper_kernel(
     )
 
 
+def from_zeros(kernel: Callable[[Any], Sequence[jax.Array]], zeros: jax.Array, out_types: Sequence[Any]) -> Any:
+    """What a kernel makes of a reference that begins with these zeros, and then its results.
+
+    A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
+    """
+
+    def run(refs):
+        for ref, result in zip(refs[1:], kernel(refs[0])):
+            ref[...] = result
+
+    return pl.run_state(run)((zeros, *(jnp.zeros(x.shape, x.dtype) for x in out_types)))
+
+
 def load_pieces(source: Any, pieces: Sequence[Any], barrier: Any, *, b: Any, row: Any, rows: int, head: Any) -> None:
     """TMA of rows of one head of a (B, length, heads, columns) array; each piece arrives at `barrier` once."""
     for index, piece in enumerate(pieces):
@@ -199,6 +213,16 @@ def store_pieces(pieces: Sequence[Any], destination: Any, *, b: Any, row: Any, r
     for index, piece in enumerate(pieces):
         columns = _columns(index, piece.shape[-1], destination.shape[-1], row)
         plgpu.copy_smem_to_gmem(piece, destination.at[b, pl.ds(row, rows), head, columns])
+
+
+def store_ids(ids: Any) -> None:
+    """0, 1, ... to shared memory; as an operand they would be a kernel of XLA's in each call."""
+    ids[...] = plgpu.broadcasted_iota(jnp.int32, ids.shape, 0, layout=BY_COLUMN)
+
+
+def end_stores() -> None:
+    """At the end of a block of threads: TMA has read what it stores, and writes it before the kernel ends."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _columns(index: int, width: int, size: int, dynamic: Any) -> Any:
@@ -254,13 +278,31 @@ def exchange(barrier: Any, *, inline_ptx: bool) -> None:
         plgpu.barrier_wait(barrier)
 
 
-@plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT))
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _count_up(_, counter, slot, first):
+    mgpu_utils.inline_ptx(
+        "{ .reg .pred p; .reg .u32 thread, count; mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
+        " setp.eq.u32 p, thread, 0; @p atom.global.add.u32 count, [$0], 1; @p add.u32 count, count, $2;"
+        " @p st.shared.u32 [$1], count; }",
+        mgpu_utils.memref_ptr(counter),
+        mgpu_utils.memref_ptr(slot),
+        first.registers.item(),
+        has_side_effects=True,
+    )
+
+
+def count_up(counter: Any, slot: Any, *, first: int) -> None:
+    """Takes the next number of a counter in global memory, from `first` on, to shared memory, by one thread."""
+    _count_up(counter, slot, i32(first))
+
+
 def _any_positive_in_warp(_, x):
     first, *rest = x.registers.flat
     for register in rest:
         first = arith.maximumf(first, register)
     if isinstance(first.type, ir.VectorType):
-        first = vector.extract(first, dynamic_position=[], static_position=[0])
+        elements = [vector.extract(first, dynamic_position=[], static_position=[i]) for i in range(first.type.shape[0])]
+        first = functools.reduce(arith.maximumf, elements)
     vote = mgpu_utils.inline_ptx(
         "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
         first,
@@ -271,6 +313,11 @@ def _any_positive_in_warp(_, x):
     return mgpu.FragmentedArray.splat(vote, (), is_signed=True)
 
 
+_VOTE = plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT)
+_vote_of_rows = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=_VOTE)(_any_positive_in_warp)
+_vote_of_elements = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_VOTE)(_any_positive_in_warp)
+
+
 def any_row(holds: Any, *, inline_ptx: bool) -> jax.Array:
     """Whether some row of this warp holds, or of this warpgroup where `inline_ptx` is off; one boolean.
 
@@ -278,4 +325,12 @@ def any_row(holds: Any, *, inline_ptx: bool) -> jax.Array:
     WGMMA.
     """
     marks = jnp.where(holds, jnp.float32(1), jnp.float32(0))
-    return _any_positive_in_warp(marks) != 0 if inline_ptx else marks.max() > 0
+    return _vote_of_rows(marks) != 0 if inline_ptx else marks.max() > 0
+
+
+def never_negative(x: Any, *, inline_ptx: bool) -> jax.Array:
+    """False, where no element of a tile is negative, which the compiler does not know: it must have computed all of x.
+
+    Without `inline_ptx` there is no such compiler.
+    """
+    return _vote_of_elements(-x) != 0 if inline_ptx else jnp.bool_(False)

@@ -58,8 +58,10 @@ class TileTerms:
         self._are_arguments = [value.axes in argument_tiles.AXES for value in arrays]
         of_arguments = [value for value in arrays if value.axes in argument_tiles.AXES]
         self.arguments = ArgumentTiles(of_arguments, tile_map, warpgroups=warpgroups, split=split)
-        self._values = TileValues([value for value in arrays if value.axes not in argument_tiles.AXES], tile_map)
-        self._words = TileValues([Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else (), tile_map)
+        others = [value for value in arrays if value.axes not in argument_tiles.AXES]
+        self._values = TileValues("term_value", others, tile_map)
+        words = [Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else ()
+        self._words = TileValues("dropout_word", words, tile_map)
         self._function = _function_of(problem, functions)
         self._dtypes = _dtypes(arrays)
         floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
@@ -82,6 +84,20 @@ class TileTerms:
         count = self._values.count + self._words.count + self.arguments.count + self.pairs.count
         return refs[:count], refs[count:]
 
+    @property
+    def arrivals(self) -> int:
+        """How often `load` arrives at its barrier."""
+        return self._values.arrivals + self._words.arrivals
+
+    def scratch(self, slots: int) -> dict[str, Any]:
+        """Scratch types of what belongs to the columns of so many tiles."""
+        return self._values.scratch(slots) | self._words.scratch(slots)
+
+    def load(self, refs: tuple[Any, ...], *place: Any, **tile: Any) -> None:
+        """`TileValues.load` of all arrays that are not on tiles; `refs` hold the `operands()`."""
+        self._values.load(refs[: self._values.count], *place, **tile)
+        self._words.load(refs[self._values.count :][: self._words.count], *place, **tile)
+
     # What TMA brings of pairs and diagonals, as of `PairTiles`.
 
     def pair_scratch(self) -> dict[str, Any]:
@@ -99,7 +115,10 @@ class TileTerms:
     # Below, `qk` is what `biased` has added the bias of pairs to.
 
     def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any) -> Any:
-        """The logits of a tile; `place` says b, n, q_at and k_at, and `arguments` are its parts of these."""
+        """The logits of a tile, of whose arguments these are the parts.
+
+        `place` says b, n, q_at, k_at, and `columns` where `load` brought these.
+        """
         (s,) = self._logits(*self._arguments(refs, qk, column_ids, arguments, **place))
         return s
 
@@ -133,7 +152,7 @@ class TileTerms:
     def _arguments(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any) -> tuple:
         at = {"q_at": place["q_at"], "k_at": place["k_at"], "shape": qk.shape}
         q, k = tile_indices(column_ids, **at, transpose=self._transpose)
-        values = iter(self._values.on_tile(refs[: self._values.count], b=place["b"], n=place["n"], **at))
+        values = iter(self._values.on_tile(refs[: self._values.count], **place, shape=qk.shape))
         tiles = iter(arguments)
         ordered = (next(tiles if is_one else values) for is_one in self._are_arguments)
         return qk * np.float32(self._scale), q, k, *ordered

@@ -16,12 +16,15 @@ from jflash.masks.tile_map import TileMap
 from jflash.problem import Problem
 
 HEAD_GROUPS = (1, 2, 4, 8, 16, 32, 64)
-# Keys up to which a row of tiles is short, so that loading its Q and storing its result are worth hiding: in general,
-# and where nearly all rows take as many steps at head dims over 64.
-_SHORT, _SHORT_EVEN = 1280, 4096
-# The forward kernel has so many bytes of K and V, the backward kernel so many queries side by side, of several heads
-# (docs/decisions.md, 2026-11-30).
-_FORWARD_CACHE_BYTES, _BACKWARD_TOKENS = 16 * 2**20, 16384
+# Keys up to which a row of tiles is short, so that blocks share the rows in a fixed order: at head dims up to 64 and
+# over that. With a counter no block ends long after the others, but its zero takes 2 us.
+_SHORT_NARROW, _SHORT = 512, 1280
+# What heads that run side by side have of K and V at most, in the forward kernel with a block for each row, with blocks
+# that count at head dims up to 64 and over that; and of queries in the backward kernel (docs/decisions.md, 2026-11-30).
+_ROW_CACHE_BYTES, _COUNTED_NARROW_CACHE_BYTES, _COUNTED_CACHE_BYTES = 16 * 2**20, 64 * 2**20, 32 * 2**20
+_BACKWARD_TOKENS = 16384
+# How long rows of lists are is not known when tracing: as long as packed documents, which most lists are of.
+_LISTED_TOKENS = 2048
 _ITEM_BYTES = 2  # of q, k and v
 
 
@@ -49,6 +52,8 @@ class ForwardTiles:
       head_group: heads whose tiles run side by side, so that long tiles come first and K and V stay in the L2 cache.
       blocks: blocks of threads that share all rows of tiles, each loading its next row while it computes; None is one
         for each row.
+      counted: these blocks take the next row of tiles from a counter, each when it has loaded its last one; otherwise
+        every `blocks`-th.
       splits: parts of the keys of a row of tiles, each for a block of threads; their results are merged afterwards.
 
     Raises:
@@ -61,6 +66,7 @@ class ForwardTiles:
     pin_wait: bool = True
     head_group: int = 1
     blocks: int | None = None
+    counted: bool = False
     splits: int = 1
 
     def __post_init__(self):
@@ -72,6 +78,8 @@ class ForwardTiles:
         )
         if self.blocks is not None and self.blocks < 1:
             raise ArgumentError("tiles", found=f"blocks={self.blocks}", wanted="None or at least 1")
+        if self.counted and self.blocks is None:
+            raise ArgumentError("tiles", found="counted=True with blocks=None", wanted="blocks with it")
         if self.splits < 1 or (self.splits > 1 and self.blocks is not None):
             wanted = "splits of at least 1, and more than 1 only with blocks=None"
             raise ArgumentError("tiles", found=f"splits={self.splits}, blocks={self.blocks}", wanted=wanted)
@@ -207,31 +215,31 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     key_values = sum("S" in value.axes for value in mask.values())
     pair_bytes = bytes_of_pairs(problem)
     plain = is_plain(problem) and not problem.has_bias_of_pairs
-    head_group = _forward_head_group(problem, H + Hv) if masked else 1
-    forward = _shared_forward_tiles(problem, H, masked=masked, sm_count=hardware.sm_count)
-    if forward is None:
-        traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
-        forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
+    head_group = _head_group(problem, H + Hv, _ROW_CACHE_BYTES, most=16 if H + Hv <= 2 * 64 else 4) if masked else 1
+    traits = {"masked": masked, "plain": plain, "has_lists": has_lists, "key_values": key_values}
+    forward = _forward_tiles(H, Hv, **traits, head_group=head_group)
+    shared = _shared_forward_tiles(problem, forward, H, masked=masked, sm_count=hardware.sm_count)
+    if shared is None:
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
+    backward = _backward_tiles(H, Hv, few_registers=has_lists or not plain)
+    if masked:
+        together = _power_of_two(_BACKWARD_TOKENS // _longest_row_tokens(problem, backward))
+        backward = dataclasses.replace(backward, head_group=together)
     tiles = HopperTiles(
-        forward=forward,
-        backward=dataclasses.replace(
-            _backward_tiles(H, Hv, few_registers=has_lists or not plain),
-            head_group=_power_of_two(_BACKWARD_TOKENS // max(problem.T, 1)) if masked else 1,
-        ),
+        forward=shared or forward,
+        backward=backward,
         backward_dq=_dq_tiles(H, Hv, plain=plain, head_group=head_group),
     )
     return _beside_pairs(tiles, H, Hv, pair_bytes) if pair_bytes else tiles
 
 
-def _forward_head_group(problem: Problem, columns: int) -> int:
+def _head_group(problem: Problem, columns: int, cache_bytes: int, *, most: int) -> int:
     """Heads side by side where rows of tiles are of unlike length.
 
     With few, the last heads' longest tiles end long after all others; with many, K and V do not stay in the L2 cache.
     """
-    most = 16 if columns <= 2 * 64 else 4
     bytes_of_head = problem.S * columns * problem.dtype.itemsize // problem.group
-    return min(max(_power_of_two(_FORWARD_CACHE_BYTES // max(bytes_of_head, 1)), 2), most)
+    return min(max(_power_of_two(cache_bytes // max(bytes_of_head, 1)), 2), most)
 
 
 def _power_of_two(most: int) -> int:
@@ -239,28 +247,55 @@ def _power_of_two(most: int) -> int:
     return max(group for group in HEAD_GROUPS if group <= max(most, 1))
 
 
-def _shared_forward_tiles(problem: Problem, H: int, *, masked: bool, sm_count: int) -> ForwardTiles | None:
-    """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles."""
-    # How long a row is must be known, to share them evenly; at H=256 there is no room for a second Q, nor is there
-    # beside what each pair has.
-    if bytes_of_pairs(problem):
+def _steps(problem: Problem, own: Any, *, transpose: bool = False) -> np.ndarray | None:
+    """The tiles that each row of tiles visits, at least 1; None where arrays say that."""
+    mask, sizes = problem.mask.mask, {"T": problem.T, "S": problem.S, "block_q": own.block_q, "block_k": own.block_k}
+    tile_map = TileMap(mask=mask, transpose=transpose, **sizes)
+    if tile_map.form == "lists" or problem.mask.arrays:
         return None
-    if problem.H != problem.Hv or H > 128 or problem.mask.arrays or not problem.mask.mask.has_spans or not sm_count:
-        return None
-    # Three warpgroups suit long rows; a row of 192 queries wastes more of a short or masked one.
-    warpgroups = 3 if H <= 64 and not masked and problem.T > 512 and is_plain(problem) else 2
-    tiles = ForwardTiles(warpgroups=warpgroups, block_k=128, pin_wait=masked or H > 64, blocks=sm_count)
-    sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
-    tile_map = TileMap(mask=problem.mask.mask, **sizes)
-    heads = problem.B * problem.N
     run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
-    steps = np.broadcast_to(np.maximum(run.stop - run.start, 1), (tile_map.rows,))
-    # Long rows of unlike length the hardware hands out better than any fixed order does.
-    is_even = steps.mean() > 0.9 * steps.max()
-    is_short = steps.max() * tiles.block_k <= (_SHORT_EVEN if H > 64 and is_even else _SHORT)
-    if not is_short or heads * tile_map.rows <= sm_count:
+    return np.maximum(np.broadcast_to(run.stop - run.start, (tile_map.rows,)), 1)
+
+
+def _longest_row_tokens(problem: Problem, own: BackwardTiles) -> int:
+    """About how many queries of a head the longest row of tiles of the backward kernel visits."""
+    steps = _steps(problem, own, transpose=True)
+    if steps is not None:
+        return int(steps.max()) * own.block_q
+    return max(problem.T if problem.mask.mask.has_spans else min(problem.T, _LISTED_TOKENS), 1)
+
+
+def _shared_forward_tiles(
+    problem: Problem, tiles: ForwardTiles, H: int, *, masked: bool, sm_count: int
+) -> ForwardTiles | None:
+    """Tiles for as many blocks as multiprocessors, where these are faster than a block for each row of tiles.
+
+    Args:
+      tiles: those with a block for each row.
+    """
+    # At H=256 there is no room for a second Q, nor is there beside a bias of pairs or arguments on tiles.
+    has_tiles = problem.has_bias_of_pairs or axes_of_arguments(problem)
+    if problem.H != problem.Hv or H > 128 or has_tiles or not sm_count:
         return None
-    return dataclasses.replace(tiles, head_group=_even_head_group(steps, heads=heads, blocks=sm_count))
+    heads, is_long = problem.B * problem.N, problem.T > (1024 if masked else 512)
+    if tiles.warpgroups == 3 and not is_long:
+        # A row of 192 queries wastes more of a short one.
+        tiles = dataclasses.replace(tiles, warpgroups=2, block_k=128, stages=2)
+    tiles = dataclasses.replace(tiles, blocks=sm_count)
+    rows = heads * -(-problem.T // tiles.block_q)
+    steps = _steps(problem, tiles)
+    if steps is not None and steps.max() * tiles.block_k <= (_SHORT_NARROW if H <= 64 else _SHORT):
+        head_group = _even_head_group(steps, heads=heads, blocks=sm_count)
+        return dataclasses.replace(tiles, head_group=head_group) if rows > sm_count else None
+    if rows <= 2 * sm_count:
+        return None  # Their keys may be split.
+    head_group = 1
+    if masked and (steps is not None or problem.mask.mask.has_spans):
+        cache_bytes = _COUNTED_NARROW_CACHE_BYTES if H <= 64 else _COUNTED_CACHE_BYTES
+        head_group = _head_group(problem, 2 * H, cache_bytes, most=16)
+    elif masked:
+        head_group = 16
+    return dataclasses.replace(tiles, counted=True, head_group=head_group)
 
 
 def _even_head_group(steps: np.ndarray, *, heads: int, blocks: int) -> int:
@@ -285,16 +320,13 @@ def _splits(problem: Problem, tiles: ForwardTiles, sm_count: int) -> int:
 
     Where arrays say which keys a row sees, as those of a cache, every key is taken to be seen.
     """
-    sizes = {"T": problem.T, "S": problem.S, "block_q": tiles.block_q, "block_k": tiles.block_k}
-    tile_map = TileMap(mask=problem.mask.mask, **sizes)
     heads = problem.B * problem.N
-    rows = heads * tile_map.rows
+    rows = heads * -(-problem.T // tiles.block_q)
     if not sm_count or rows > 2 * sm_count:
         return 1
-    steps = np.full(tile_map.rows, tile_map.columns)
-    if tile_map.form == "runs" and not problem.mask.arrays:
-        run = tile_map.run(np.arange(tile_map.rows, dtype=np.int32))
-        steps = np.maximum(np.broadcast_to(run.stop - run.start, steps.shape), 1)
+    steps = _steps(problem, tiles)
+    if steps is None:
+        steps = np.full(rows // heads, -(-problem.S // tiles.block_k))
 
     def time_in_steps(splits: int) -> float:
         """When the last block ends: each takes the longest of the rows that are left, as soon as there is room."""

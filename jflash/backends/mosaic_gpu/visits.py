@@ -13,7 +13,7 @@ from jax import lax
 from jflash.backends.mosaic_gpu.elementwise import Elementwise
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
 from jflash.backends.mosaic_gpu.primitives import i32
-from jflash.backends.mosaic_gpu.tile_values import TileValues, squeezed, tile_indices
+from jflash.backends.mosaic_gpu.tile_values import Columns, TileValues, squeezed, tile_indices
 from jflash.masks.mask import Mask, TileKind
 from jflash.masks.tile_map import TileMap, lists_of, union
 
@@ -52,6 +52,7 @@ class TileVisits:
     Attributes:
       is_masked: some tiles may be partial.
       pairs: what of the mask has a boolean for each pair, as 0 and 1.
+      values: all that it has else.
     """
 
     def __init__(self, tile_map: TileMap, *, parts: int, warpgroups: int, split: str):
@@ -65,9 +66,9 @@ class TileVisits:
         self.pairs = PairTiles("mask", array, tile_map, warpgroups=warpgroups, split=split)
         # Where among the values its tile belongs.
         self._pairs_at = next((i for i, value in enumerate(values) if value.axes == "BNTS"), None)
-        self._values = TileValues([value for value in values if value.axes != "BNTS"], tile_map)
+        self.values = TileValues("mask_value", [value for value in values if value.axes != "BNTS"], tile_map)
         # What of `operands()` says which tiles to visit: the values, or the two arrays of the lists.
-        self._visit_count = self._values.count if tile_map.form == "runs" else 2
+        self._visit_count = self.values.count if tile_map.form == "runs" else 2
         self.is_masked = not self._part_map.is_all_full
         self._evaluate = evaluated(tile_map.mask)
 
@@ -77,7 +78,7 @@ class TileVisits:
 
     def operands(self) -> tuple[jax.Array, ...]:
         """The arrays that a kernel needs of the mask, for `of_row` and for `allowed`."""
-        values = *self._values.operands(), *self.pairs.operands()
+        values = *self.values.operands(), *self.pairs.operands()
         if self._map.form == "runs":
             rows = (value.expanded().reshape(-1) for value in self._map.mask.values())
             return tuple(jnp.asarray(array, jnp.int32) for array in rows) + values
@@ -86,8 +87,15 @@ class TileVisits:
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._visit_count + self._values.count + self.pairs.count
+        count = self._visit_count + self.values.count + self.pairs.count
         return refs[:count], refs[count:]
+
+    def load(self, refs: tuple[Any, ...], *place: Any, **tile: Any) -> None:
+        """`TileValues.load` of the mask's values; `refs` hold the `operands()`."""
+        self.values.load(self._value_refs(refs), *place, **tile)
+
+    def _value_refs(self, refs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return refs[self._visit_count :][: self.values.count]
 
     def of_row(self, refs: tuple[Any, ...], *, b: Any, row: Any, part: Any) -> Visits:
         """The visits of a row; `refs` hold the `operands()` in global memory."""
@@ -120,6 +128,7 @@ class TileVisits:
         k_at: Any,
         shape: tuple[int, int],
         pairs: jax.Array | None,
+        columns: Columns | None = None,
     ) -> jax.Array:
         """Which pairs of a tile attend: queries by keys, or keys by queries where the map is transposed.
 
@@ -129,10 +138,11 @@ class TileVisits:
           b, n: the batch row and the query head.
           q_at, k_at: the first query and the first key of the tile.
           pairs: its part of `pairs`, or None.
+          columns: what `load` brought of the values, or None where it did not.
         """
         place = {"q_at": q_at, "k_at": k_at, "shape": shape}
         q, k = tile_indices(column_ids, **place, transpose=self._map.transpose)
-        values = self._values.on_tile(refs[self._visit_count :][: self._values.count], b=b, n=n, **place)
+        values = self.values.on_tile(self._value_refs(refs), b=b, n=n, **place, columns=columns)
         if pairs is not None:
             values.insert(self._pairs_at, pairs != 0)
         allowed = self._evaluate(q, k, *values)

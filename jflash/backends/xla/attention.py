@@ -204,7 +204,8 @@ class _Grid:
         self.dtype = compute_dtype(problem.dtype)
         self._problem, self._tiles, self._mask, self._functions = problem, tiles, mask, functions
         self._dropout = dropout
-        self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.dtype))
+        # P and dS have more than 16 bits: what TF32 leaves of out is too little where it is wanted in float32.
+        self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.out_dtype))
 
         tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=tiles.block_q, block_k=tiles.block_k)
         self._rows, self._columns = tile_map.rows, tile_map.columns

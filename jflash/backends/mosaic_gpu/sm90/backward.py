@@ -1,13 +1,12 @@
 """The backward pass on Hopper: what the kernels need beforehand, which of them run, what is left to do afterwards."""
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jflash.backends.mosaic_gpu import argument_tiles
-from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS
+from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS, from_zeros
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel
 from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
@@ -73,15 +72,8 @@ def backward(
 def _with_dq(
     kernel: BackwardKernel, problem: Problem, operands: Operands, statistics: tuple[Array, Array], d_out: Array
 ) -> tuple[Array, ...]:
-    def accumulate(refs):
-        dq_ref, *rest = refs
-        for ref, result in zip(rest, kernel(statistics, d_out, dq_ref)):
-            ref[...] = result
-
-    # A state inside of this function, and not `jax.new_ref`: custom_partitioning refuses that (JAX 0.11.2).
     zeros = jnp.zeros((problem.B * problem.N, statistics[0].shape[-1], kernel.dq_columns), jnp.float32)
-    rest = (jnp.zeros(x.shape, x.dtype) for x in kernel.out_types)
-    sums, *rest = pl.run_state(accumulate)((zeros, *rest))
+    sums, *rest = from_zeros(lambda dq_ref: kernel(statistics, d_out, dq_ref), zeros, kernel.out_types)
     sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 

@@ -19,7 +19,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jflash.backends.mosaic_gpu.primitives import (
@@ -37,8 +36,10 @@ from jflash.backends.mosaic_gpu.primitives import (
     see_releases,
     slot_of,
     smem_pieces,
+    store_ids,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
+from jflash.backends.mosaic_gpu.tile_values import Columns
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -178,11 +179,10 @@ class BackwardKernel(abc.ABC):
         """
         problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
         q_stages, do_stages = self.q_stages, self.do_stages
-        query_ids = np.arange(self.block_q, dtype=np.int32)
         mask_and_logits = *self.visits.operands(), *self.terms.operands()
         dq_refs = (dq_ref,) if self.with_dq else ()
 
-        def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
+        def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, *refs, **scratch):
             mask_refs, refs = self.visits.take(refs)
             term_refs, refs = self.terms.take(refs)
             dq_g, (dk_g, dv_g, *d_values_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
@@ -199,9 +199,10 @@ class BackwardKernel(abc.ABC):
             @pl.when(warpgroup == WARPGROUPS)
             def _():
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
-                self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
+                self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g))
 
         learned = len(self.terms.summed)
+        query_arrivals = self.qk.count + 2 + self.visits.values.arrivals + self.terms.arrivals
 
         results = hopper_kernel(
             kernel,
@@ -219,17 +220,19 @@ class BackwardKernel(abc.ABC):
                 "rows": plgpu.SMEM((q_stages, 2, self.block_q), jnp.float32),
                 "ids": plgpu.SMEM((self.block_q,), jnp.int32),
                 **({"sums": plgpu.SMEM((learned, self.sum_parts, self.block_k), jnp.float32)} if learned else {}),
+                **self.visits.values.scratch(q_stages),
+                **self.terms.scratch(q_stages),
                 **self.visits.pairs.scratch(),
                 **self.terms.pair_scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
-                "q_full": barrier(num_arrivals=self.qk.count + 2, num_barriers=q_stages),
+                "q_full": barrier(num_arrivals=query_arrivals, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
                 "q_free": barrier(num_arrivals=WARPGROUPS, num_barriers=q_stages),
                 "do_free": barrier(num_arrivals=WARPGROUPS, num_barriers=do_stages),
                 **self._scratch(),
             },
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
-        )(*self.operands[:3], d_out, *statistics, query_ids, *mask_and_logits, *dq_refs)
+        )(*self.operands[:3], d_out, *statistics, *mask_and_logits, *dq_refs)
         return tuple(results)
 
     def _block(self, mask_refs, term_refs, scratch, results) -> Block:
@@ -258,13 +261,14 @@ class BackwardKernel(abc.ABC):
         head = block.kv_head * self.problem.group + g
         return Step(head, column * self.block_q, block.visits.is_partial(t, column), is_first, is_last)
 
-    def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics, ids_g) -> None:
+    def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics) -> None:
         s, steps = block.s, block.steps
         tma = types.SimpleNamespace(k=s.k[0], v=s.v[0], q=s.q[0], do=s.do[0])
         keys = {"b": block.b, "row": block.k_at, "rows": self.block_k, "head": block.kv_head}
         load_pieces(k_g, self.qk.refs(tma.k), s.kv_full, **keys)
         load_pieces(v_g, self.vo.refs(tma.v), s.kv_full, **keys)
-        plgpu.copy_gmem_to_smem(ids_g, s.ids, s.kv_full)
+        store_ids(s.ids)
+        plgpu.barrier_arrive(s.kv_full)
 
         def step(g, t):
             i = steps.index(g, t)
@@ -277,6 +281,9 @@ class BackwardKernel(abc.ABC):
             for which, statistic in enumerate(statistics):
                 source = statistic.at[block.b, at.head, pl.ds(at.q_at, self.block_q)]
                 plgpu.copy_gmem_to_smem(source, s.rows.at[slot, which], s.q_full.at[slot])
+            columns = {"b": block.b, "n": at.head, "column_at": at.q_at}
+            self.visits.load(block.mask_refs, s, slot, s.q_full.at[slot], **columns)
+            self.terms.load(block.term_refs, s, slot, s.q_full.at[slot], **columns)
 
             pl.when(i >= self.do_stages)(lambda: plgpu.barrier_wait(s.do_free.at[do_slot]))
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
@@ -304,7 +311,7 @@ class BackwardKernel(abc.ABC):
             start = self.terms.biased(start, block.s, warpgroup)
         if not plain:
             return start
-        return self._allowed_or(-jnp.inf, start, block, warpgroup, step, q_from=q_from, k_at=k_at)
+        return self._allowed_or(-jnp.inf, start, block, warpgroup, slot, step, q_from=q_from, k_at=k_at)
 
     def _dp_start(self, block: Block, slot, *, q_from, shape: tuple[int, int]):
         """-delta; 0 where dropout comes before it."""
@@ -319,11 +326,16 @@ class BackwardKernel(abc.ABC):
     def _ids(self, block: Block, shape: tuple[int, int]):
         return plgpu.load(block.s.ids.at[pl.ds(0, shape[1])], layout=BY_COLUMN)
 
-    def _allowed_or(self, other: float, x, block: Block, warpgroup, step: Step, *, q_from, k_at):
+    def _tile_place(self, block: Block, slot, step: Step, *, q_from, k_at) -> dict[str, Any]:
+        """What `TileVisits.allowed` and `TileTerms` are told of a tile."""
+        columns = Columns(block.s, slot, q_from)
+        return {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "columns": columns}
+
+    def _allowed_or(self, other: float, x, block: Block, warpgroup, slot, step: Step, *, q_from, k_at):
         """The tile, with another value where the mask does not allow a pair."""
 
         def masked(x):
-            place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at, "shape": x.shape}
+            place = self._tile_place(block, slot, step, q_from=q_from, k_at=k_at) | {"shape": x.shape}
             place["pairs"] = self.visits.pairs.part(block.s, warpgroup)
             return jnp.where(self.visits.allowed(block.mask_refs, self._ids(block, x.shape), **place), x, other)
 
@@ -339,13 +351,13 @@ class BackwardKernel(abc.ABC):
 
         `sums_from` is where the keys of the tile stand among those of the block.
         """
-        place = {"b": block.b, "n": step.head, "q_at": step.q_at + q_from, "k_at": k_at}
+        place = self._tile_place(block, slot, step, q_from=q_from, k_at=k_at)
         ids = self._ids(block, s.shape)
         with self.terms.arguments.reading(block.s, warpgroup):
             arguments = self.terms.arguments.parts(block.s, warpgroup)
         logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, arguments, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
-        p = self._allowed_or(0.0, p, block, warpgroup, step, q_from=q_from, k_at=k_at)
+        p = self._allowed_or(0.0, p, block, warpgroup, slot, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
         if self.terms.dropout is not None:
             dp += self._statistic(block, slot, 1, q_from, s.shape)

@@ -23,6 +23,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
+    end_stores,
     hopper_kernel,
     i32,
     load_pieces,
@@ -130,7 +131,7 @@ class _Dq(QueryTiles):
             plgpu.commit_smem()
             # Also past the last query: dq is clipped there.
             store_pieces(self.qk.refs(q_tma.at[warpgroup]), dq_g, row=q_at, **queries)
-            plgpu.wait_smem_to_gmem(0)
+            end_stores()
 
         @pl.when(warpgroup == warpgroups)
         def _load():

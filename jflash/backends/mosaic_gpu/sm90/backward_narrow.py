@@ -18,6 +18,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     CHUNK,
     WARPGROUP_ROWS,
     Pieces,
+    end_stores,
     exchange,
     opaque,
     slot_of,
@@ -82,7 +83,7 @@ class NarrowBackward(BackwardKernel):
         keys = {"b": block.b, "row": row, "rows": WARPGROUP_ROWS, "head": block.kv_head}
         store_pieces(self.vo.refs(v_tma, own_rows), block.dv, **keys)
         store_pieces(self.qk.refs(k_tma, own_rows), block.dk, **keys)
-        plgpu.wait_smem_to_gmem(0)
+        end_stores()
 
     def _step(self, block: Block, warpgroup, dk_refs, dv_refs, g, t) -> None:
         s, steps, dtype = block.s, block.steps, self.problem.dtype

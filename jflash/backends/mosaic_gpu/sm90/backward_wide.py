@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, opaque, smem_tiles, store_pieces
+from jflash.backends.mosaic_gpu.primitives import CHUNK, Pieces, end_stores, opaque, smem_tiles, store_pieces
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel, Block
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Operands
@@ -73,7 +73,7 @@ class WideBackward(BackwardKernel):
         keys = {"b": block.b, "row": block.k_at + warpgroup * rows, "rows": rows, "head": block.kv_head}
         store_pieces(self.vo.refs(v_tma, own_rows), block.dv, **keys)
         store_pieces(self.qk.refs(k_tma, own_rows), block.dk, **keys)
-        plgpu.wait_smem_to_gmem(0)
+        end_stores()
 
     def _step(self, block: Block, warpgroup, dk_refs, dv_refs, g, t) -> None:
         s, steps, dtype = block.s, block.steps, self.problem.dtype

@@ -17,10 +17,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash.backends.mosaic_gpu.places import Places
 from jflash.backends.mosaic_gpu.primitives import (
     BY_COLUMN,
     BY_ROW,
@@ -33,16 +33,21 @@ from jflash.backends.mosaic_gpu.primitives import (
     Pieces,
     along_rows,
     any_row,
+    end_stores,
+    from_zeros,
     hopper_kernel,
     i32,
     load_pieces,
+    never_negative,
     opaque,
     see_releases,
     slot_of,
     smem_pieces,
+    store_ids,
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
+from jflash.backends.mosaic_gpu.tile_values import Columns
 from jflash.backends.mosaic_gpu.tiles import ForwardTiles, HopperTiles
 from jflash.backends.mosaic_gpu.visits import TileVisits, Visits, head_and_row
 from jflash.backends.protocol import Operands
@@ -134,6 +139,13 @@ class _Forward:
         split = {"warpgroups": self.tiles.warpgroups, "split": "T"}
         self.visits = TileVisits(tile_map, parts=self.tiles.warpgroups, **split)
         self.terms = TileTerms(problem, operands, tile_map, **split)
+        self.places = Places(
+            problem.B * problem.N * self.visits.rows * self.tiles.splits,
+            blocks=self.tiles.blocks,
+            counted=self.tiles.counted,
+            warpgroups=self.tiles.warpgroups,
+            inline_ptx=tiles.inline_ptx,
+        )
         self.stores_float32 = _stores_float32(problem, self.tiles)
         # The merge adds the sinks itself.
         self.sinks = None if self.stores_float32 else operands.sinks
@@ -141,33 +153,43 @@ class _Forward:
         self.s_shape = (WARPGROUP_ROWS, self.block_k)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        problem, tiles = self.problem, self.tiles
-        dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
-        column_ids = np.arange(PART_COLUMNS, dtype=np.int32)
-        barrier = plgpu.Barrier
-        free = barrier(num_arrivals=warpgroups, num_barriers=stages)
+        if not self.tiles.counted:
+            return self._call(q, k, v)
+        return from_zeros(lambda counter: self._call(q, k, v, counter), jnp.zeros(1, jnp.int32), self.out_types)[1:]
 
-        def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
-            mask_refs, refs = self.visits.take(refs)
-            term_refs, (*sinks, out_g, lse_g) = self.terms.take(refs)
-            g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, out=out_g, lse=lse_g)
-            self._body((q_g, k_g, v_g, ids_g), g, types.SimpleNamespace(**scratch))
-
+    @property
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Out and lse as the kernel gives them."""
+        problem = self.problem
         # Whole tiles: a store of one axis is clipped at the end of the array alone, not of a row.
         lse_shape = (problem.B, problem.N, self.visits.rows * self.block_q)
-        out_type = [
-            result_struct((problem.B, problem.T, problem.N, problem.Hv), dtype, self.operands),
-            result_struct(lse_shape, jnp.float32, self.operands),
-        ]
+        out_type = (problem.B, problem.T, problem.N, problem.Hv), problem.dtype
+        lse_type = lse_shape, jnp.float32
         if self.stores_float32:
-            shapes = (tiles.splits, *lse_shape, self.vo.chunks * CHUNK), (tiles.splits, *lse_shape)
-            out_type = [result_struct(shape, jnp.float32, self.operands) for shape in shapes]
+            splits = self.tiles.splits
+            out_type, lse_type = (((splits, *lse_shape, *own), jnp.float32) for own in ((self.vo.chunks * CHUNK,), ()))
+        return [result_struct(*of, self.operands) for of in (out_type, lse_type)]
+
+    def _call(self, q: jax.Array, k: jax.Array, v: jax.Array, *counters: Any) -> tuple[jax.Array, jax.Array]:
+        problem, tiles = self.problem, self.tiles
+        dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
+        barrier = plgpu.Barrier
+        free = barrier(num_arrivals=warpgroups, num_barriers=stages)
+        key_arrivals = self.qk.count + self.column_arrivals
+
+        def kernel(q_g, k_g, v_g, *refs, **scratch):
+            counter, refs = (refs[0], refs[1:]) if counters else (None, refs)
+            mask_refs, refs = self.visits.take(refs)
+            term_refs, (*sinks, out_g, lse_g) = self.terms.take(refs)
+            results = {"out": out_g, "lse": lse_g}
+            g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, counter=counter, **results)
+            self._body((q_g, k_g, v_g), g, types.SimpleNamespace(**scratch))
 
         out, lse = hopper_kernel(
             kernel,
             tiles=tiles,
-            out_type=out_type,
-            blocks=self.blocks,
+            out_type=self.out_types,
+            blocks=self.places.blocks,
             warpgroups=warpgroups,
             reduces=True,
             scratch_types={
@@ -182,24 +204,26 @@ class _Forward:
                 "ids": plgpu.SMEM((PART_COLUMNS,), jnp.int32),
                 "q_full": barrier(num_arrivals=self.qk.count, num_barriers=q_slots),
                 "q_free": barrier(num_barriers=q_slots),
-                "k_full": barrier(num_arrivals=self.qk.count, num_barriers=stages),
+                "k_full": barrier(num_arrivals=key_arrivals, num_barriers=stages),
                 "v_full": barrier(num_arrivals=self.vo.count, num_barriers=stages),
                 "k_free": free,
                 "v_free": free,
                 "ids_full": barrier(),
                 "q_read": barrier(num_arrivals=warpgroups),
+                **self.visits.values.scratch(self.column_slots),
+                **self.terms.scratch(self.column_slots),
+                **self.places.scratch(),
                 **self.visits.pairs.scratch(),
                 **self.terms.pair_scratch(),
             },
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, column_ids, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
+        )(q, k, v, *counters, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
         return out, lse
 
     def _sink_operands(self) -> tuple[jax.Array, ...]:
         return () if self.sinks is None else (jnp.asarray(self.sinks),)
 
     def _body(self, inputs, g: types.SimpleNamespace, s: types.SimpleNamespace) -> None:
-        q_g, k_g, v_g, ids_g = inputs
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
         tile_at = functools.partial(self._tile, g.mask, lax.min(warpgroup, i32(warpgroups - 1)))
@@ -220,22 +244,23 @@ class _Forward:
                     pl.when(tile.visits.count == 0)(lambda: self._store_nothing(tile, g.lse, warpgroup))
                 return tile.visits.count
 
-            self._each_tile(compute)
-            plgpu.wait_smem_to_gmem(0)
+            self.places.each(compute, s)
+            end_stores()
 
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
             if self.needs_ids:
-                plgpu.copy_gmem_to_smem(ids_g, s.ids, s.ids_full)
+                store_ids(s.ids)
+                plgpu.barrier_arrive(s.ids_full)
 
             def load(place, number, start):
                 tile = tile_at(place, number, start)
-                load_tile = functools.partial(self._load, tile, (q_g, k_g, v_g), g, s)
+                load_tile = functools.partial(self._load, tile, inputs, g, s)
                 load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 
-            tiles, steps = self._each_tile(load)
+            tiles, steps = self.places.each(load, s, counter=g.counter, loads=True)
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
             self.visits.pairs.see_releases(s, steps)
@@ -252,31 +277,22 @@ class _Forward:
     # The tiles of a block of threads ----------------------------------------------------------------------------------
 
     @property
+    def column_arrivals(self) -> int:
+        """Copies of what belongs to the keys of a tile, beside K."""
+        return self.visits.values.arrivals + self.terms.arrivals
+
+    @property
+    def column_slots(self) -> int:
+        """Tiles of which shared memory has what belongs to each key, beside K.
+
+        One more than there are tiles of K, whose place is free before the mask and the logits have been computed.
+        """
+        return self.tiles.stages + 1
+
+    @property
     def q_slots(self) -> int:
         """Tiles of Q that shared memory holds, each of one warpgroup."""
         return self.tiles.q_stages * self.tiles.warpgroups
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of threads."""
-        return self.tile_count if self.tiles.blocks is None else min(self.tiles.blocks, self.tile_count)
-
-    @property
-    def tile_count(self) -> int:
-        """Rows of tiles of all heads, each as often as its keys are split."""
-        return self.problem.B * self.problem.N * self.visits.rows * self.tiles.splits
-
-    def _each_tile(self, body: Callable[[Any, Any, Any], Any]) -> tuple[Any, Any]:
-        """Runs `body` for each row of tiles of this block, one after the other.
-
-        Its arguments are where the row stands among all, how many this block had before, and how many steps these took;
-        it returns how many it took itself. The result is how many rows and steps there were in all.
-        """
-        block = lax.axis_index("block")
-        if self.tiles.blocks is None:
-            return i32(1), body(block, i32(0), i32(0))
-        count = lax.div(self.tile_count - 1 - block, i32(self.blocks)) + 1
-        return count, lax.fori_loop(0, count, lambda i, steps: steps + body(block + i * self.blocks, i, steps), i32(0))
 
     def _tile(self, mask_refs, part, place, number, start) -> "_Tile":
         heads = {"heads": self.problem.B * self.problem.N, "head_group": self.tiles.head_group}
@@ -316,18 +332,26 @@ class _Forward:
         key = k_g, s.k[0], self.qk, s.k_full, s.k_free
         value = v_g, s.v[0], self.vo, s.v_full, s.v_free
 
+        def load_key(i):
+            load(i, *key)
+            step = tile.start + i
+            full, slot = s.k_full.at[self._slot(step)], slot_of(step, self.column_slots)
+            place = {"b": tile.b, "n": tile.n, "column_at": visits.column(i) * self.block_k}
+            self.visits.load(g.mask, s, slot, full, **place)
+            self.terms.load(g.terms, s, slot, full, **place)
+
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
             self.visits.pairs.load(g.mask, s, tile.start + i, **place)
             self.terms.load_pairs(g.terms, s, tile.start + i, **place)
 
-        load(i32(0), *key)
+        load_key(i32(0))
         load_pairs(i32(0))
 
         @pl.loop(0, visits.count)
         def _(i):
             # K one tile ahead of V: its slot is free half a step earlier.
-            pl.when(i + 1 < visits.count)(lambda: load(i + 1, *key))
+            pl.when(i + 1 < visits.count)(lambda: load_key(i + 1))
             load(i, *value)
             # Last, since its place is free as soon as logits have been made, which wait for K alone.
             pl.when(i + 1 < visits.count)(lambda: load_pairs(i + 1))
@@ -342,7 +366,7 @@ class _Forward:
         slot, q_at = self._q_slot(warpgroup, tile.number), tile.q_at + warpgroup * WARPGROUP_ROWS
         plgpu.barrier_wait(s.q_full.at[slot])
         logits = functools.partial(self._logits, tile, g, s, warpgroup, q_at)
-        dropped = functools.partial(self._dropped, tile, g, q_at)
+        dropped = functools.partial(self._dropped, tile, g, s, q_at)
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, self.vo.width), jnp.float32)] * self.vo.count
         o, m, l = pl.run_scoped(functools.partial(self._attend, tile, logits, dropped, q_mma, slot, s), *accumulators)
 
@@ -442,9 +466,10 @@ class _Forward:
             plgpu.barrier_arrive(k_free.at[slot])
             p, m, l, factor, rescale = self._softmax(logits(s, i), m, l)
             if self.tiles.pin_wait:
-                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; the
-                # wait on an mbarrier ends the basic block, and so holds ptxas.
+                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; a vote
+                # on sums of all exponentials, and the wait on an mbarrier that ends the basic block, hold ptxas.
                 p, m, l, factor = lax.optimization_barrier((p, m, l, factor))
+                rescale |= never_negative(l, inline_ptx=self.inline_ptx)
                 wait_for_k(i + 1)
             o = [plgpu.wgmma_accumulator_load(o_ref, wait_n=0) for o_ref in o_refs]
             plgpu.barrier_arrive(v_free.at[previous])
@@ -505,19 +530,22 @@ class _Forward:
     def _logits(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, warpgroup, q_at, x, i):
         """The logits / unit of the i-th visited tile from its products; -inf at masked pairs."""
         column = tile.visits.column(i)
-        head = {"b": tile.b, "n": tile.n, "q_at": q_at}
+        slot = slot_of(tile.start + i, self.column_slots)
+
+        def place(k_at, columns):
+            return {"b": tile.b, "n": tile.n, "q_at": q_at, "k_at": k_at, "columns": Columns(s, slot, columns.start)}
 
         def logits(x, k_at, columns):
             x = self.terms.biased(x, s, warpgroup, columns)
             if self.terms.is_plain:
                 return x
-            arguments = self.terms.arguments.parts(s, warpgroup, columns)
-            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), arguments, **head, k_at=k_at)
+            arguments, ids = self.terms.arguments.parts(s, warpgroup, columns), plgpu.load(s.ids, layout=BY_COLUMN)
+            return self.terms.of(g.terms, x, ids, arguments, **place(k_at, columns))
 
         def masked(x, k_at, columns):
-            place = head | {"k_at": k_at, "pairs": self.visits.pairs.part(s, warpgroup, columns)}
+            own = place(k_at, columns) | {"pairs": self.visits.pairs.part(s, warpgroup, columns)}
             ids = plgpu.load(s.ids, layout=BY_COLUMN)
-            return jnp.where(self.visits.allowed(g.mask, ids, **place, shape=x.shape), x, -jnp.inf)
+            return jnp.where(self.visits.allowed(g.mask, ids, **own, shape=x.shape), x, -jnp.inf)
 
         if self.terms.pairs or not self.terms.is_plain:
             with self.terms.pairs.reading(s, warpgroup), self.terms.arguments.reading(s, warpgroup):
@@ -528,13 +556,14 @@ class _Forward:
         with self.visits.pairs.reading(s, warpgroup):
             return lax.cond(tile.visits.is_partial(i, column), all_masked, lambda x: x, x)
 
-    def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, q_at, p, i):
+    def _dropped(self, tile: "_Tile", g: types.SimpleNamespace, s: types.SimpleNamespace, q_at, p, i):
         """p of the i-th visited tile after dropout."""
         if self.terms.dropout is None:
             return p
 
-        def dropped(x, k_at, _):
-            (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at)
+        def dropped(x, k_at, columns):
+            own = Columns(s, slot_of(tile.start + i, self.column_slots), columns.start)
+            (x,) = self.terms.dropped(g.terms, x, b=tile.b, n=tile.n, q_at=q_at, k_at=k_at, columns=own)
             return x
 
         return self._by_columns(dropped, tile.visits.column(i), p)
@@ -549,4 +578,6 @@ class _Forward:
         parts = (lax.slice(x, (0, at), (WARPGROUP_ROWS, at + PART_COLUMNS)) for at in starts)
         first = column * self.block_k
         done = [part(own, first + at, slice(at, at + PART_COLUMNS)) for own, at in zip(parts, starts)]
+        if self.column_arrivals:
+            plgpu.commit_smem()  # TMA will write where the values of columns were read.
         return lax.concatenate(done, 1)

@@ -89,7 +89,8 @@ def flash_attention(
         part of the compiled program, and one that is made anew each time compiles each time.
       score_args: arrays that `score_fn` gets whole and indexes: `table[q - k + T]`, `slope[n]`, `values[b, k]`.
         Floating ones have gradients, and arrive in the dtype of s. They may be traced; an array that `score_fn`
-        captures may not. A value for each pair belongs into `bias`, which is read tile by tile.
+        captures may not. Kernels take what is indexed by head, key or q - k, and arrays of all pairs; one of these
+        that is added belongs into `bias`, which takes no registers.
       sinks: (N,) or (B, N), floating point: a logit per head that takes part in the softmax and in lse and has no value
         (StreamingLLM, arXiv:2309.17453; learned as in gpt-oss). It has a gradient; -inf is none.
       dropout_rate: the part of the weights that is dropped, a Python number from 0 to below 1; the others grow by

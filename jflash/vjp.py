@@ -56,7 +56,7 @@ def _forward(backend: Backend, problem: Problem, tiles: Any, operands: Operands)
     def forward(operands: Operands) -> tuple[Array, ...]:
         return tuple(backend.forward(problem_of(problem, operands), tiles, operands))
 
-    results = _batched_and_partitioned(backend.name, forward, operands, (), (), lambda operands: ("BTND", "BNT"))
+    results = _batched_and_partitioned(backend.name, forward, operands, (), (), lambda operands: ("BTND", "BNT"), ())
     return name_residuals(Attended(*results))
 
 
@@ -95,7 +95,7 @@ def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tu
 
     statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
     dq, dk, dv, *d_values = _batched_and_partitioned(
-        backend.name, backward, operands, statistics, axes, axes_of_results
+        backend.name, backward, operands, statistics, axes, axes_of_results, problem.learned
     )
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip((dq, dk, dv), operands))
     d_values = [
@@ -141,11 +141,12 @@ def _batched_and_partitioned(
     extra: tuple[Array, ...],
     extra_axes: tuple[str, ...],
     result_axes: Callable[[Operands], tuple[str, ...]],
+    learned: tuple[bool, ...],
 ) -> tuple[Array, ...]:
     """`kernel(operands, *extra)` under the vmap rule and the partition rule; the first axis of each array is 1 or B.
 
-    `result_axes` says the axes of the results, as `partitioned` takes them. A derivative of it raises: that of the
-    whole is stated above, and a derivative of that there is not.
+    `result_axes` says the axes of the results, as `partitioned` takes them; those after the third are of the terms that
+    are `learned`. A derivative of it raises: that of the whole is stated above, and a derivative of that there is not.
     """
     arrays, axes, unflatten = flatten(operands)
 
@@ -163,17 +164,18 @@ def _batched_and_partitioned(
         unmapped = (array[0] if mapped else array for array, mapped in zip(arrays[: len(axes)], is_mapped))
         own_axes = result_axes(unflatten(*unmapped))
         # Terms and mask may have a batch axis of size 1 and keep it; the others have one entry for each batch row. So
-        # has a bias, the first term, whose cotangent a kernel sums over batch rows: each mapped call has its own.
-        first = 4 if any(result.startswith("b") for result in own_axes) else 3
-        may_broadcast = [first <= position < len(axes) for position in range(len(arrays))]
+        # has a term whose cotangent a kernel sums over batch rows: each mapped call has its own.
+        of_learned = (position for position, is_learned in enumerate(learned, start=3) if is_learned)
+        summed = {position for position, own in zip(of_learned, own_axes[3:]) if own.startswith("b")}
+        may_broadcast = [3 <= position < len(axes) and position not in summed for position in range(len(arrays))]
         folded = (
             array if not mapped and may and array.shape[0] == 1 else _fold_into_batch(array, mapped, size, B)
             for array, mapped, may in zip(arrays, is_mapped, may_broadcast)
         )
         results = batched(*folded)
         unfolded = (result.reshape(size, B, *result.shape[1:]) for result in results)
-        summed = (x.sum(1, keepdims=True) if own.startswith("b") else x for x, own in zip(unfolded, own_axes))
-        return tuple(summed), (True,) * len(results)
+        shared = (x.sum(1, keepdims=True) if own.startswith("b") else x for x, own in zip(unfolded, own_axes))
+        return tuple(shared), (True,) * len(results)
 
     @jax.custom_jvp
     def once(*arrays: Array) -> tuple[Array, ...]:

@@ -28,7 +28,7 @@ def supports(problem: Problem, hardware: Hardware) -> str | None:
     for function in problem.functions.value if problem.functions else ():
         # As kernels get it, from `vjp.kernel_attention`.
         for array, axes in streamed(function, T=problem.T, S=problem.S, dtype=np.dtype(np.float32)).leaves():
-            if axes not in ("B", "BN", "BNT", "BNS"):
+            if axes not in ("B", "BN", "BNT", "BNS", "BND"):
                 return f"the toy kernel takes no {array.dtype} with axes {axes} of a score function"
     if problem.dropout_rate:
         return "the toy kernel drops nothing out"
@@ -51,7 +51,7 @@ def _spec(shape, axes, group):
 def _call(name, kernel, problem, operands, extra, extra_axes, results):
     launches[name] += 1
     of_mask, of_logits = operands.mask.values(), _values_of_logits(operands)
-    values = [value.expanded() for value in (*of_mask, *of_logits)]
+    values = [_expanded(value, problem) for value in (*of_mask, *of_logits)]
     sinks = jnp.full((1, 1), -jnp.inf) if operands.sinks is None else operands.sinks
     arrays = (*operands[:3], *values, sinks, *extra)
     axes = ("BTNH", "BSKH", "BSKD", *("BNTS" for _ in values), "BN", *extra_axes)
@@ -66,6 +66,20 @@ def _call(name, kernel, problem, operands, extra, extra_axes, results):
         interpret=True,
         name=name,
     )(*arrays)
+
+
+def _expanded(value, problem):
+    """The array with axes B, N, T and S, of diagonals too."""
+    if value.axes != "BND":
+        return value.expanded()
+    t, s = np.ogrid[: problem.T, : problem.S]
+    return value.array[..., t - s + (problem.S - 1)]
+
+
+def _along_diagonals(x):
+    *leading, T, S = x.shape
+    t, s = np.ogrid[:T, :S]
+    return jnp.zeros((*leading, T + S - 1), x.dtype).at[..., t - s + (S - 1)].add(x)
 
 
 def _values_of_logits(operands):
@@ -146,13 +160,16 @@ def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, del
     results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]
     values, wanted = _values_of_logits(operands), learned_arrays(problem, operands)
     learned = [i for i, value in enumerate(values) if any(value.array is array for array, _ in wanted)]
-    assert all(axes in ("BNTS", "BNS", "BN") for _, axes in wanted), "the toy kernel gives no cotangent for each query"
-    results += [((B, N, *array.shape[2:]), axes) for array, axes in wanted]
+    known = "BNTS", "BNS", "BN", "BND"
+    assert all(axes in known for _, axes in wanted), "the toy kernel gives no cotangent for each query"
+    # Of diagonals that of each pair, which is summed below.
+    results += [((B, N, T, S), "BNTS") if axes == "BND" else ((B, N, *array.shape[2:]), axes) for array, axes in wanted]
     kernel = functools.partial(_backward_kernel, learned)
     extra = (lse, d_out, delta)
     found = _call("toy_backward", kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
     dq, dk, dv, *d_values = found
     dk, dv = (x.reshape(B, S, K, problem.group, -1).sum(3) for x in (dk, dv))
+    d_values = [_along_diagonals(x) if axes == "BND" else x for x, (_, axes) in zip(d_values, wanted)]
     letters = (gradient_axes(*leaf) for leaf in wanted)
     shared = ([axis for axis, letter in enumerate(own) if letter in "bn"] for own in letters)
     d_values = [x.sum(axes, keepdims=True) if axes else x for x, axes in zip(d_values, map(tuple, shared))]

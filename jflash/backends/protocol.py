@@ -12,7 +12,7 @@ from jflash.hardware import Hardware
 from jflash.masks.mask import Mask, MaskStructure
 from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem, terms_of
-from jflash.scores import Dropout, ScoreFunction, ScoreTerms, StreamedDropout
+from jflash.scores import WHOLE, Dropout, ScoreFunction, ScoreTerms, StreamedDropout
 
 RESIDUAL_NAMES = ("jflash_out", "jflash_lse")
 """Names of out and lse for policies of `jax.checkpoint`; saving them spares the second forward pass."""
@@ -165,9 +165,13 @@ def with_learned_arrays(problem: Problem, operands: Operands, arrays: list[Array
 def gradient_axes(array: Array, axes: str) -> str:
     """A letter for each axis of the cotangent that a kernel gives of one of the `logit_arrays`; a small one has size 1.
 
-    It is that of each batch row and head, also where the array is the same for several of them. But of a bias of pairs
-    such an array would be larger than the cotangent itself: there the kernel sums over its own batch rows and heads.
+    It is that of each batch row and head, also where the array is the same for several of them. But of pairs or
+    diagonals such an array would be larger than the cotangent itself: there the kernel sums over its own batch rows and
+    heads.
     """
+    if axes == "BND":
+        # Of the axes of an operation D is another's.
+        return "".join(letter if size > 1 else letter.lower() for letter, size in zip("BN", array.shape)) + WHOLE
     is_of_pairs = axes == "BNTS" and min(array.shape[2:]) > 1
     return "".join(
         letter if size > 1 or (letter in "BN" and not is_of_pairs) else letter.lower()

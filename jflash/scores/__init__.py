@@ -7,6 +7,7 @@ from jflash.scores.dropout import Dropout as Dropout
 from jflash.scores.dropout import StreamedDropout as StreamedDropout
 from jflash.scores.dropout import dropout_of as dropout_of
 from jflash.scores.dropout import dropout_rate_of as dropout_rate_of
+from jflash.scores.function import WHOLE as WHOLE
 from jflash.scores.function import ScoreFunction as ScoreFunction
 from jflash.scores.function import at_pairs as at_pairs
 from jflash.scores.function import score_function as score_function

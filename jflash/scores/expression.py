@@ -165,6 +165,8 @@ def _apply(equation: Any, operands: tuple[Part, ...]) -> list[Part]:
     if slope is not None:
         depends -= {index for index, factor in zip("qk", slope) if not factor}
     is_diagonal = slope[0] == -slope[1] if slope is not None else all(operand.is_diagonal for operand in operands)
+    if name in _COMPARISONS:
+        is_diagonal |= _has_diagonal_difference(operands)
     is_crossed = bind is None and {"q", "k"} <= depends
     made = {
         "depends": depends,
@@ -198,6 +200,17 @@ def _slope(name: str, equation: Any, operands: tuple[Part, ...]) -> tuple[int, i
             factor, of = (one.number, other) if one.number is not None else (other.number, one)
             return tuple(int(factor) * a for a in of.slope) if factor is not None else None
     return None
+
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def _has_diagonal_difference(operands: tuple[Part, ...]) -> bool:
+    """Whether the difference of two operands changes with q - k alone: then so does what a comparison of them says."""
+    one, other = (operand.slope for operand in operands)
+    if one is None or other is None or not all(map(_is_exact, operands)):
+        return False
+    return one[0] - other[0] == other[1] - one[1]
 
 
 def _is_exact(x: Part | Var) -> bool:

@@ -65,6 +65,17 @@ def pole(s, b, n, q, k, rate):
     return s - rate[n] * jnp.log((q - k).astype(s.dtype))
 
 
+def near_and_far(s, b, n, q, k, table):
+    """Buckets of distances on both sides, as in T5."""
+    distance = abs(q - k)
+    far = 8 + jnp.log2(jnp.maximum(distance, 1).astype(np.float32)).astype(np.int32)
+    return s + table[n, jnp.where(distance < 8, distance, far) + jnp.where(k > q, 20, 0)]
+
+
+def scaled_by_distance(s, b, n, q, k, table):
+    return s * (1 + table[b, q - k + 300] / 4)
+
+
 def near_or_own(b, n, q, k, reach):
     return (abs(q - k) <= reach * (n + 1)) | (k % 7 == b)
 
@@ -93,6 +104,14 @@ TERMS = {
     "bias_of_each": {"bias": (2, 4, 333, 301), "alibi_slopes": (4,), "sinks": (4,), "mask": MASKS["window"]},
     "bias_of_keys": {"bias": (2, 1, 1, 301), "mask": MASKS["window"], "sinks": (4,)},
     "pole": {"score_fn": pole, "score_args": (_DRAW(4).astype(np.float32),), "mask": Causal(offset=-1)},
+    # Of diagonals: shared by the batch rows, which see different keys, and by the heads.
+    "table": {"score_fn": near_and_far, "score_args": (_DRAW((4, 40)).astype(np.float32),), "mask": MASKS["documents"]},
+    "table_of_rows": {
+        "score_fn": scaled_by_distance,
+        "score_args": (_DRAW((2, 633)).astype(np.float32),),
+        "alibi_slopes": (4,),
+        "mask": MASKS["window"],
+    },
     "mask_function": {"mask": MaskFn(near_or_own, per_query=(np.arange(333, dtype=np.int32) % 40,)) & Causal()},
 }
 

@@ -20,8 +20,11 @@ from jflash import hardware
 from jflash.backends import mosaic_gpu
 from jflash.backends.mosaic_gpu import primitives
 from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles, ForwardTiles
+from jflash.backends.protocol import Operands
 from jflash.errors import ArgumentError
 from jflash.masks import Causal, Chunked, Dense, Segments, packed
+from jflash.problem import Problem
+from jflash.scores import streamed
 from jflash.testing.problems import backward_shapes, operand_shapes, pose
 from jflash.testing.workloads import Workload
 
@@ -35,6 +38,13 @@ KERNELS = {
 
 def workload(**changed: Any) -> Workload:
     return Workload(**{"name": "", "B": 2, "T": 256, "N": 4, "K": 2, "H": 64, "dtype": "bfloat16"} | changed)
+
+
+def streamed_shapes(problem: Problem) -> Operands:
+    """The operands as kernels get them, with what score functions index as streams."""
+    operands, sizes = operand_shapes(problem), {"T": problem.T, "S": problem.S, "dtype": np.dtype(np.float32)}
+    functions = tuple(streamed(function, **sizes) for function in operands.functions)
+    return operands._replace(terms=operands.terms._replace(functions=functions))
 
 
 def lowered(w: Workload, kernel: str, **changed: dict[str, Any]) -> str:
@@ -144,14 +154,24 @@ def test_tiles_that_fit_lower(tiles, changed):
     assert any(name in lowered(w, KERNEL_OF[tiles], **{tiles: changed}) for name in KERNELS[KERNEL_OF[tiles]])
 
 
-# What has a number for each pair, in bytes of a pair: a bias, a mask of booleans, both.
+def one_table(s, b, n, q, k, table):
+    return s + table[n, q - k + table.shape[1] // 2]
+
+
+def two_tables(s, b, n, q, k, table, other):
+    return jnp.where(other[abs(q - k)] > k, s * table[n, q - k + table.shape[1] // 2], s)
+
+
+# What has a number for each pair, in bytes of a pair: a bias, a mask of booleans, both; one or two for each diagonal.
 PAIRS = {
     "bias_16_bits": {"bias": (1, 4, 256, 256), "bias_dtype": "bfloat16"},
     "bias": {"bias": (2, 1, 256, 256)},
     "dense": {"mask": Dense(np.ones((1, 4, 256, 256), bool))},
     "dense_and_bias": {"mask": Dense(np.ones((2, 1, 256, 256), bool)), "bias": (1, 1, 256, 256)},
+    "diagonals": {"score_fn": two_tables, "score_args": (np.ones((4, 511), np.float32), np.ones(256, np.int32))},
 }
 FAST_PAIRS = {("bias", 256, 256), ("dense_and_bias", 128, 64), ("dense_and_bias", 256, 256), ("bias_16_bits", 192, 128)}
+FAST_PAIRS |= {("diagonals", 128, 128)}
 
 
 PAIRS_CASES = [
@@ -166,17 +186,45 @@ def test_what_has_a_number_for_each_pair_fits_or_is_refused(pairs, H, Hv):
     w = workload(H=H, Hv=Hv, softcap=3.0, alibi_slopes=(4,), sinks=(4,), **PAIRS[pairs])
     problem, _ = pose(w)
     reason = mosaic_gpu.BACKEND.supports(problem, H200)
-    assert (reason is None) == ((pairs, H, Hv) != ("dense_and_bias", 256, 256)), reason
+    pair_bytes, columns_refused = {"dense_and_bias": (6, 512), "diagonals": (8, 448)}.get(pairs, (4, 513))
+    assert (reason is None) == (H + Hv < columns_refused), reason
     if reason is not None:
-        assert "no room for a float32 bias and a dense mask beside H=256, Hv=256" in reason
+        assert f"no room for {pair_bytes} bytes for each pair" in reason
         return
-    operands = operand_shapes(problem)
+    operands = streamed_shapes(problem)
     is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(operands.terms))
     tiles = mosaic_gpu.default_tiles(problem, H200)
     for deterministic in (False, True):
         problem = dataclasses.replace(problem, deterministic=deterministic, learned=is_float)
         for function, statistics in ((mosaic_gpu.forward, ()), (mosaic_gpu.backward, backward_shapes(problem))):
             jax.eval_shape(functools.partial(function, problem, tiles), operands, *statistics)
+
+
+@pytest.mark.parametrize(
+    ("H", "Hv"),
+    [
+        pytest.param(*pair, marks=() if pair == (72, 72) else pytest.mark.slow)
+        for pair in [(40, 24), (64, 64), (72, 72), (128, 128), (64, 128), (192, 128), (136, 200), (256, 256)]
+    ],
+)
+def test_a_table_of_diagonals_lowers_with_its_cotangent(H, Hv):
+    """No array has a number for each pair: what there is besides grows with T + S."""
+    tables = {"score_fn": one_table, "score_args": (np.ones((4, 1445), np.float32),)}
+    if H == Hv <= 128:
+        tables = {"score_fn": two_tables, "score_args": (np.ones((4, 1445), np.float32), np.ones(723, np.int32))}
+    w = workload(T=723, H=H, Hv=Hv, N=4, **tables)
+    problem, _ = pose(w)
+    assert mosaic_gpu.BACKEND.supports(problem, H200) is None
+    operands, tiles = streamed_shapes(problem), mosaic_gpu.default_tiles(problem, H200)
+    learned = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), operands.terms)
+    problem = dataclasses.replace(problem, learned=tuple(jax.tree.leaves(learned)))
+    for function, statistics in ((mosaic_gpu.forward, ()), (mosaic_gpu.backward, backward_shapes(problem))):
+        traced = jax.jit(functools.partial(function, problem, tiles)).trace(operands, *statistics)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("jflash_backward_diagonals_sm90" in text) == (function is mosaic_gpu.backward)
+        assert not re.search(r"tensor<(\d+x)*(723|768|736|728)x(723|768|736|728)x", text)
+        # A result for each row of tiles, and one for each distance.
+        assert function is mosaic_gpu.forward or "tensor<1x4x22x128x64xf32>" in text
 
 
 @pytest.mark.slow
@@ -356,6 +404,29 @@ def test_gradients_through_shard_map_with_its_default_checks(kind, of_keys, dete
     with jax.set_mesh(mesh):
         text = lower(jax.grad(loss, (0, 1, 2)), [*queries, *keys])
     assert text.count("custom_call @mosaic_gpu") == 2 + deterministic
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_the_cotangent_of_a_table_through_shard_map(kind):
+    """A table that all devices share, and lists of tiles for each device's batch rows and for each distance."""
+    mesh, H = mesh_of(kind), 64
+
+    def attention(q, k, v, table, ids):
+        terms = {"score_fn": one_table, "score_args": (table,), "mask": Segments(ids)}
+        return attend(q, k, v, causal=False, **terms)
+
+    def loss(q, k, v, table, ids):
+        specs = SPEC, SPEC, SPEC, P(), P("data")
+        local = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=SPEC)
+        return local(q, k, v, table, ids).astype(jnp.float32).sum()
+
+    arrays = shapes((4, 256, 4, H), (4, 256, 4, H), (4, 256, 4, H), sharding=NamedSharding(mesh, SPEC))
+    table = jax.ShapeDtypeStruct((2, 513), jnp.float32, sharding=NamedSharding(mesh, P()))
+    ids = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        text = lower(jax.grad(loss, (0, 1, 2, 3)), [*arrays, table, ids])
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert "jflash_backward_diagonals_sm90" in text
 
 
 @pytest.mark.parametrize("through", ["jit", "vmap", "shard_map"])

@@ -78,6 +78,14 @@ def distance_and_value(s, b, n, q, k, slope, value):
     return s + slope[n] * (q - k).astype(s.dtype) + value[b, k]
 
 
+def table_of_diagonals(s, b, n, q, k, table):
+    return s + table[n, q - k + 4095]
+
+
+def table_of_pairs(s, b, n, q, k, table):
+    return s * table[q, k]
+
+
 # What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
     "bias": {"bias": (1, 16, 4096, 4096)},
@@ -88,6 +96,8 @@ TERMS = {
         "score_fn": distance_and_value,
         "score_args": (np.zeros(16, np.float32), np.zeros((1, 4096), np.float32)),
     },
+    "diagonals": {"score_fn": table_of_diagonals, "score_args": (np.zeros((16, 8191), np.float32),)},
+    "pairs": {"score_fn": table_of_pairs, "score_args": (np.zeros((4096, 4096), np.float32),)},
 }
 
 
@@ -149,6 +159,10 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     if workload.bias is not None:
         # The kernel for its cotangent runs where somebody asks for that.
         problem, deterministic = (dataclasses.replace(each, learned=(True,)) for each in (problem, deterministic))
+    learned = problem, deterministic
+    if terms in ("diagonals", "pairs"):
+        # As well, of the array beside the numbers of batch rows and heads. Out is of 16 bits where nobody asks.
+        learned = (dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)
     own = operand_shapes(problem)
     functions = tuple(
@@ -157,7 +171,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     operands = (own._replace(terms=own.terms._replace(functions=functions)),)
     forward = functools.partial(mosaic_gpu.forward, problem, tiles)
     arguments = *operands, *backward_shapes(problem)
-    backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in (problem, deterministic))
+    backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in learned)
     name = f"{H}_{Hv}_{mask}_{size}" + (f"_{terms}" if terms else "")
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
     few = 160 if tiles.forward.warpgroups == 3 else 240
@@ -169,11 +183,13 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     is_measured = (H, Hv) in MEASURED and mask in ("full", "causal") and not terms
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
     # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
+    # Beside arguments on tiles three or four addresses are stored before the loop, and loaded once a step (H=128). One
+    # that is a factor is needed again for dS, and part of it spilled until then (docs/decisions.md, 2026-11-30).
     is_full = H == 256 and (terms == "bias" or (mask, size) == ("dense", "odd"))
     return [
         Config(
             name=f"{kernel}_{name}",
-            max_spill_bytes=24 if is_full else 8 if terms else 0,
+            max_spill_bytes=24 if is_full else {"": 0, "diagonals": 16, "pairs": 112}.get(terms, 8),
             order=overlap(kernel, tiles, problem) if is_measured else None,
             **own,
         )

@@ -95,6 +95,21 @@ ZOO = {
         [("BND", (1, N, T + S - 1))],
     ),
     "t5": (t5_bucket, (draw(N, 5),), [("BND", (1, N, T + S - 1))]),
+    "t5_of_both_sides": (
+        lambda s, b, n, q, k, x: s + x[n, jnp.minimum(abs(q - k), 2) + jnp.where(k > q, 3, 0)],
+        (draw(N, 6),),
+        [("BND", (1, N, T + S - 1))],
+    ),
+    "compared_elsewhere": (
+        lambda s, b, n, q, k, x: s + x[jnp.where(3 * q + 1 >= 3 * k - 2, 1, 0)],
+        (draw(2),),
+        [("BND", (1, 1, T + S - 1))],
+    ),
+    "compared_off_the_diagonal": (
+        lambda s, b, n, q, k, x: s + x[jnp.where(2 * q >= k, 1, 0)],
+        (draw(2),),
+        [("BNTS", (1, 1, T, S), rf"`\w+` of float32\[2\] {PAIR}")],
+    ),
     "in_floats": (in_floats, (draw(T + S),), [("BND", (1, 1, T + S - 1))]),
     "key_and_head": (lambda s, b, n, q, k, x, w: s + x[k] * w[n], (draw(S), draw(N)), [("BNS", (1, N, S))]),
     "row_and_query": (lambda s, b, n, q, k, x: s * jnp.exp(x[b, q]), (draw(B, T),), [("BNT", (B, 1, T))]),

@@ -22,6 +22,7 @@ _KNOWN = frozenset(
 )
 # Functions within the function, and the parameter that holds each.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _DTYPES = frozenset(np.dtype(dtype) for dtype in (np.bool_, np.int32, np.uint32, np.float32))
 
 
@@ -83,8 +84,9 @@ def _apply(equation: Any, arguments: list[Any]) -> list[Any]:
     if name in _CALLS:
         return _evaluate(_closed(parameters[_CALLS[name]]), arguments)
     if all(isinstance(x, np.ndarray | np.generic) for x in arguments):
-        # Constants of a kernel must be part of its code, and an array of JAX is none.
-        with jax.ensure_compile_time_eval():
+        # Constants of a kernel must be part of its code, and an array of JAX is none. Nor can JAX give one inside of
+        # `jax.shard_map` that is on no mesh (0.11.2 and 0.12.0: "assert not hlo_sharding.is_manual()").
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
             return [np.asarray(equation.primitive.bind(*map(jnp.asarray, arguments), **parameters))]
     if name == "div" and isinstance(arguments[1], np.ndarray) and np.issubdtype(arguments[1].dtype, np.floating):
         # A division by a number takes ten instructions, a product one.

@@ -22,7 +22,7 @@ class PairTiles:
 
     Args:
       name: of the scratch memory.
-      array: of floating numbers of 16 or 32 bits; or None.
+      array: of floating numbers of 16 or 32 bits, or whole ones of 32; or None.
       tile_map: of the kernel.
       warpgroups: those that compute, which split the rows of a tile, or its columns.
       split: "T" where these split the queries of a tile, "S" for its keys.
@@ -80,10 +80,14 @@ class PairTiles:
         # Not unrolled: this warpgroup has few registers.
         @pl.loop(0, self._warpgroups)
         def _(warpgroup):
-            place = zip((q_at, k_at), self._offset, self._part)
-            part = refs[-1].at[(*index, *(pl.ds(at + warpgroup * offset, size) for at, offset, size in place))]
+            starts = (at + warpgroup * offset for at, offset in zip((q_at, k_at), self._offset))
+            part = refs[-1].at[(*index, *self._place(*starts))]
             pl.when(step > 0)(lambda: plgpu.barrier_wait(free.at[warpgroup]))
             plgpu.copy_gmem_to_smem(part, memory.at[warpgroup], full.at[warpgroup])
+
+    def _place(self, q_at: Any, k_at: Any) -> tuple[Any, Any]:
+        """Where in an operand the part from this query and this key on stands."""
+        return pl.ds(q_at, self._part[0]), pl.ds(k_at, self._part[1])
 
     def see_releases(self, s: Any, steps: Any) -> None:
         """After so many steps: waits until the last part has been read, so that no barrier is left in mid-phase."""
@@ -104,10 +108,11 @@ class PairTiles:
         plgpu.barrier_arrive(getattr(s, self._free).at[warpgroup])
 
     def part(self, s: Any, warpgroup: Any, columns: slice | None = None) -> jax.Array | None:
-        """The own part, float32, transposed where the tiles of the kernel are; some columns of it, or all."""
+        """The own part, floating numbers in float32, transposed where tiles of the kernel are; some columns, or all."""
         if not self:
             return None
         ref = getattr(s, self._name).at[warpgroup]
         if columns is not None:
             ref = ref.at[:, pl.ds(columns.start, columns.stop - columns.start)]
-        return plgpu.load(ref.T if self._is_transposed else ref, layout=WGMMA).astype(jnp.float32)
+        part = plgpu.load(ref.T if self._is_transposed else ref, layout=WGMMA)
+        return part.astype(jnp.float32) if jnp.issubdtype(part.dtype, jnp.floating) else part

@@ -4,6 +4,7 @@ import numpy as np
 
 from jflash.backends.mosaic_gpu import terms
 from jflash.backends.mosaic_gpu.primitives import CHUNK, PART_COLUMNS, TILE_ROWS, chunks
+from jflash.backends.mosaic_gpu.terms import axes_of_arguments
 from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, squeezed
 from jflash.backends.mosaic_gpu.tiles import bytes_of_pairs, fits_pairs, has_booleans_of_pairs
 from jflash.backends.mosaic_gpu.visits import function_of
@@ -50,9 +51,13 @@ def notes(problem: Problem) -> tuple[str, ...]:
             found.append(f"{letter}={size} takes the time of {columns} columns: zeros in shared memory fill them up")
     if has_booleans_of_pairs(problem):
         found.append("the mask's booleans for each pair are copied into 16 bits")
-    if bytes_of_pairs(problem) and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
+    arguments = axes_of_arguments(problem)
+    if "BND" in arguments:
+        found.append("what score functions have for each diagonal is copied into bands of 64 rows by T + S")
+    has_pairs = problem.has_bias_of_pairs or has_booleans_of_pairs(problem) or "BNTS" in arguments
+    if has_pairs and (problem.T % TILE_ROWS or problem.S % PART_COLUMNS):
         found.append(
-            f"what bias or mask have for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
+            f"what is there for each pair is copied, up to multiples of {TILE_ROWS} queries and {PART_COLUMNS}"
             f" keys from T={problem.T}, S={problem.S}"
         )
     return tuple(found)
@@ -71,6 +76,8 @@ def _refused_values(problem: Problem) -> str | None:
     if sum(value.axes == "BNTS" for value in values) > 1:
         return f"its kernels take one array with a boolean for each pair, and {mask} has several: combine them"
     if not fits_pairs(problem):
-        return f"shared memory has no room for a float32 bias and a dense mask beside H={problem.H}, Hv={problem.Hv}"
+        found = f"{bytes_of_pairs(problem)} bytes for each pair of query and key"
+        beside = f"H={problem.H}, Hv={problem.Hv}"
+        return f"shared memory has no room for {found}, of bias, mask and score functions, beside {beside}"
     reason = function_of(mask).refusal if mask.has_function else None
     return reason and f"{reason}, of {mask}"

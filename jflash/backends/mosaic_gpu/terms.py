@@ -1,6 +1,7 @@
 """What a tile has besides q · k, inside a kernel: bias, softcap, ALiBi, functions of the caller's, dropout."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.backends.mosaic_gpu import argument_tiles
+from jflash.backends.mosaic_gpu.argument_tiles import ArgumentTiles
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
-from jflash.backends.mosaic_gpu.tile_values import AXES, DTYPES, TileValues, squeezed, tile_indices
+from jflash.backends.mosaic_gpu.tile_values import DTYPES, TileValues, squeezed, tile_indices
 from jflash.backends.protocol import Operands, learned_flags, logit_arrays
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
@@ -32,6 +35,9 @@ class TileTerms:
 
       pairs: the bias on tiles, where it has a number for each pair.
       learns_pairs: somebody asks for its cotangent.
+      arguments: on tiles what functions have for each diagonal or pair.
+      summed: of the derivatives by floating values, those by which cotangents are summed over queries.
+      learned_arguments: and those by `arguments` whose cotangents somebody asks for.
 
     Args:
       operands: with functions and dropout as streams.
@@ -49,14 +55,20 @@ class TileTerms:
         self.pairs = PairTiles("bias", of_pairs, tile_map, warpgroups=warpgroups, split=split)
         self.learns_pairs = bool(self.pairs) and flags[0]
         arrays, flags = arrays[self.pairs.count :], flags[self.pairs.count :]
-        self._values = TileValues("term_value", arrays, tile_map)
+        self._are_arguments = [value.axes in argument_tiles.AXES for value in arrays]
+        of_arguments = [value for value in arrays if value.axes in argument_tiles.AXES]
+        self.arguments = ArgumentTiles(of_arguments, tile_map, warpgroups=warpgroups, split=split)
+        others = [value for value in arrays if value.axes not in argument_tiles.AXES]
+        self._values = TileValues("term_value", others, tile_map)
         words = [Value(*leaf) for leaf in self.dropout.leaves()] if self.dropout else ()
         self._words = TileValues("dropout_word", words, tile_map)
         self._function = _function_of(problem, functions)
         self._dtypes = _dtypes(arrays)
         floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
-        # Of the derivatives by floating values, those that are wanted.
-        self._wanted = tuple(position for position, i in enumerate(floats) if flags[i])
+        learned = [(position, self._are_arguments[i]) for position, i in enumerate(floats) if flags[i]]
+        self.summed, self.learned_arguments = (
+            tuple(position for position, is_one in learned if is_one == which) for which in (False, True)
+        )
 
     @property
     def unit(self) -> float:
@@ -64,11 +76,12 @@ class TileTerms:
         return self._scale if self.is_plain else 1.0
 
     def operands(self) -> tuple[jax.Array, ...]:
-        return *self._values.operands(), *self._words.operands(), *self.pairs.operands()
+        arguments_and_pairs = *self.arguments.operands(), *self.pairs.operands()
+        return *self._values.operands(), *self._words.operands(), *arguments_and_pairs
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
-        count = self._values.count + self._words.count + self.pairs.count
+        count = self._values.count + self._words.count + self.arguments.count + self.pairs.count
         return refs[:count], refs[count:]
 
     @property
@@ -81,15 +94,32 @@ class TileTerms:
         return self._values.scratch(slots) | self._words.scratch(slots)
 
     def load(self, refs: tuple[Any, ...], *place: Any, **tile: Any) -> None:
-        """`TileValues.load` of all arrays that are not of pairs; `refs` hold the `operands()`."""
+        """`TileValues.load` of all arrays that are not on tiles; `refs` hold the `operands()`."""
         self._values.load(refs[: self._values.count], *place, **tile)
         self._words.load(refs[self._values.count :][: self._words.count], *place, **tile)
 
+    # What TMA brings of pairs and diagonals, as of `PairTiles`.
+
+    def pair_scratch(self) -> dict[str, Any]:
+        return {**self.arguments.scratch(), **self.pairs.scratch()}
+
+    def load_pairs(self, refs: tuple[Any, ...], s: Any, step: Any, **place: Any) -> None:
+        first = self._values.count + self._words.count
+        self.arguments.load(refs[first : first + self.arguments.count], s, step, **place)
+        self.pairs.load(refs, s, step, **place)
+
+    def see_pair_releases(self, s: Any, steps: Any) -> None:
+        self.arguments.see_releases(s, steps)
+        self.pairs.see_releases(s, steps)
+
     # Below, `qk` is what `biased` has added the bias of pairs to.
 
-    def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any) -> Any:
-        """The logits of a tile; `place` says b, n, q_at, k_at, and `columns` where `load` brought these."""
-        (s,) = self._logits(*self._arguments(refs, qk, column_ids, **place))
+    def of(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any) -> Any:
+        """The logits of a tile, of whose arguments these are the parts.
+
+        `place` says b, n, q_at, k_at, and `columns` where `load` brought these.
+        """
+        (s,) = self._logits(*self._arguments(refs, qk, column_ids, arguments, **place))
         return s
 
     @functools.cached_property
@@ -97,12 +127,12 @@ class TileTerms:
         return Elementwise.of(self._function, self._dtypes)
 
     def with_derivatives(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, **place: Any
+        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any
     ) -> tuple[Any, Any, list[Any]]:
-        """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by what else is learned."""
+        """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by floating values."""
         evaluate = value_and_derivatives(self._function, self._dtypes)
-        s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, **place))
-        return s, by_qk, [by_values[position] for position in self._wanted]
+        s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, arguments, **place))
+        return s, by_qk, by_values
 
     def dropped(self, refs: tuple[Any, ...], *tiles: Any, **place: Any) -> tuple[Any, ...]:
         """The tiles, 0 at pairs that are dropped and larger by 1 / (1 - rate) at the others; `place` as of `of`."""
@@ -119,18 +149,13 @@ class TileTerms:
             return qk
         return qk + self.pairs.part(s, warpgroup, columns) * np.float32(1 / self._scale)
 
-    @property
-    def learned(self) -> int:
-        """How many values are learned, a bias of pairs left out."""
-        return len(self._wanted)
-
-    def _arguments(
-        self, refs: tuple[Any, ...], qk: Any, column_ids: Any, *, q_at: Any, k_at: Any, **place: Any
-    ) -> tuple:
-        place |= {"q_at": q_at, "k_at": k_at, "shape": qk.shape}
-        q, k = tile_indices(column_ids, q_at=q_at, k_at=k_at, shape=qk.shape, transpose=self._transpose)
-        values = self._values.on_tile(refs[: self._values.count], **place)
-        return qk * np.float32(self._scale), q, k, *values
+    def _arguments(self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any) -> tuple:
+        at = {"q_at": place["q_at"], "k_at": place["k_at"], "shape": qk.shape}
+        q, k = tile_indices(column_ids, **at, transpose=self._transpose)
+        values = iter(self._values.on_tile(refs[: self._values.count], **place, shape=qk.shape))
+        tiles = iter(arguments)
+        ordered = (next(tiles if is_one else values) for is_one in self._are_arguments)
+        return qk * np.float32(self._scale), q, k, *ordered
 
 
 def is_plain(problem: Problem) -> bool:
@@ -143,12 +168,16 @@ def refusal(problem: Problem) -> str | None:
     """Why a kernel cannot compute these logits, or None."""
     if is_plain(problem):
         return None
-    functions = problem.functions.value if problem.functions else ()
-    sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
     try:
-        functions = tuple(streamed(function, **sizes) for function in functions)
+        functions = _streamed(problem)
     except ArgumentError as error:
         return str(error)
+    for function, own in zip(problem.functions.value if problem.functions else (), functions):
+        # Numbers for each pair take no more memory than what the caller holds.
+        given = sum(math.prod(array.shape) for array, _ in function.leaves())
+        if any(axes == "BNTS" and math.prod(array.shape) > given for array, axes in own.leaves()):
+            wanted = "an array of all pairs where it needs a number for each"
+            return f"its kernels take of a score function {wanted}, and {function} has smaller ones"
     arrays = [_value(*leaf) for function in functions for leaf in function.leaves()]
     of_bias = []
     if problem.bias is not None and not problem.has_bias_of_pairs:
@@ -157,9 +186,6 @@ def refusal(problem: Problem) -> str | None:
             shape, dtype = problem.bias
             return f"its kernels give no cotangent for each query of a bias, as {dtype}{list(shape)} wants"
     for array, axes in arrays:
-        if axes not in AXES:
-            kinds = {"BND": "diagonal", "BNTS": "pair"}
-            return f"its kernels take no number for each {kinds[axes]} of a score function yet, as {functions[-1]} has"
         if axes == "BNT" and array.dtype == np.float32 and array.shape[-1] > 1:
             return f"its kernels give no cotangent for each query of a score function yet, as {functions[-1]} wants"
         if np.dtype(array.dtype) not in DTYPES:
@@ -167,6 +193,18 @@ def refusal(problem: Problem) -> str | None:
     evaluate = value_and_derivatives(_function_of(problem, functions), _dtypes([*of_bias, *arrays]))
     # What is refused is of the caller's: a softcap and a bias are not.
     return evaluate.refusal and f"{evaluate.refusal}, of {functions[-1]}"
+
+
+def axes_of_arguments(problem: Problem) -> list[str]:
+    """The axes of what its functions have for each diagonal or pair."""
+    values = (_value(*leaf) for function in _streamed(problem) for leaf in function.leaves())
+    return [value.axes for value in values if value.axes in argument_tiles.AXES]
+
+
+def _streamed(problem: Problem) -> tuple[ScoreFunction, ...]:
+    sizes = {"T": problem.T, "S": problem.S, "dtype": compute_dtype(problem.dtype)}
+    functions = problem.functions.value if problem.functions else ()
+    return tuple(streamed(function, **sizes) for function in functions)
 
 
 def _value(array: Any, axes: str) -> Value:

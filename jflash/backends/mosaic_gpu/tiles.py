@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jflash.backends.mosaic_gpu.primitives import CHUNK, WARPGROUP_ROWS, chunks
-from jflash.backends.mosaic_gpu.terms import is_plain
+from jflash.backends.mosaic_gpu.terms import axes_of_arguments, is_plain
 from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
@@ -276,8 +276,9 @@ def _shared_forward_tiles(
     Args:
       tiles: those with a block for each row.
     """
-    # At H=256 there is no room for a second Q, nor is there beside a bias of pairs.
-    if problem.H != problem.Hv or H > 128 or problem.has_bias_of_pairs or not sm_count:
+    # At H=256 there is no room for a second Q, nor is there beside a bias of pairs or arguments on tiles.
+    has_tiles = problem.has_bias_of_pairs or axes_of_arguments(problem)
+    if problem.H != problem.Hv or H > 128 or has_tiles or not sm_count:
         return None
     heads, is_long = problem.B * problem.N, problem.T > (1024 if masked else 512)
     if tiles.warpgroups == 3 and not is_long:
@@ -404,8 +405,11 @@ def _dq_tiles(H: int, Hv: int, *, plain: bool, head_group: int) -> DqTiles:
 
 
 def bytes_of_pairs(problem: Problem) -> int:
-    """What a pair takes of a tile in shared memory: that of a bias, and two bytes of a mask with booleans for each."""
-    return (problem.bias[1].itemsize if problem.has_bias_of_pairs else 0) + 2 * has_booleans_of_pairs(problem)
+    """What a pair takes of a tile in shared memory: that of a bias, two bytes of a mask with booleans for each, and
+    four of each array that functions have for diagonals or pairs.
+    """
+    of_bias = problem.bias[1].itemsize if problem.has_bias_of_pairs else 0
+    return of_bias + 2 * has_booleans_of_pairs(problem) + 4 * len(axes_of_arguments(problem))
 
 
 def has_booleans_of_pairs(problem: Problem) -> bool:
@@ -416,24 +420,34 @@ def has_booleans_of_pairs(problem: Problem) -> bool:
 def _beside_pairs(tiles: HopperTiles, H: int, Hv: int, pair_bytes: int) -> HopperTiles:
     """The tiles, smaller or with fewer stages where shared memory must hold those of pairs besides."""
 
-    def fitting(own: Any, *changes: dict[str, int], rest: int = 0) -> Any:
-        def tile_bytes(tiles: Any) -> int:
-            return tiles.operand_bytes(H, Hv) + tiles.block_q * tiles.block_k * pair_bytes + rest
-
+    def fitting(own: Any, *changes: dict[str, int]) -> Any:
         candidates = [own, *(dataclasses.replace(own, **change) for change in changes)]
-        return next((tiles for tiles in candidates if tile_bytes(tiles) < _TILE_BYTES), candidates[-1])
+        fits = (tiles for tiles in candidates if _bytes_beside_pairs(tiles, H, Hv, pair_bytes) < _TILE_BYTES)
+        return next(fits, candidates[-1])
 
-    backward, rest = tiles.backward, _exchanged_bytes(tiles.backward, H)
     return dataclasses.replace(
         tiles,
         forward=fitting(tiles.forward, {"block_k": 64}, {"block_k": 64, "stages": 1}),
-        backward=fitting(backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, rest=rest),
+        backward=fitting(tiles.backward, {"do_stages": 1}, {"q_stages": 1, "do_stages": 1}),
         backward_dq=fitting(tiles.backward_dq, {"v_stages": 1}, {"k_stages": 1, "v_stages": 1}),
     )
 
 
+def _bytes_beside_pairs(tiles: Any, H: int, Hv: int, pair_bytes: int) -> int:
+    """Shared memory of the tiles of a kernel, and of those of pairs."""
+    rest = _exchanged_bytes(tiles, H) if isinstance(tiles, BackwardTiles) else 0
+    return tiles.operand_bytes(H, Hv) + tiles.block_q * tiles.block_k * pair_bytes + rest
+
+
 def fits_pairs(problem: Problem) -> bool:
-    """Whether the kernels have room for what the problem has for each pair: that for a bias's cotangent has least."""
-    columns = _columns(problem.H) + _columns(problem.Hv)
+    """Whether the kernels have room for what the problem has for each pair.
+
+    Least room have that for the cotangents of what is there for each, and with many bytes for each the fused backward
+    kernel where a block of threads has 128 keys.
+    """
+    H, Hv, pair_bytes = _columns(problem.H), _columns(problem.Hv), bytes_of_pairs(problem)
     rows = 2 * WARPGROUP_ROWS
-    return _ITEM_BYTES * (rows + 64) * columns + rows * 64 * bytes_of_pairs(problem) <= _TILE_BYTES
+    fused = _backward_tiles(H, Hv, few_registers=True)
+    fused = dataclasses.replace(fused, q_stages=1, do_stages=1)
+    sums = _ITEM_BYTES * (rows + 64) * (H + Hv) + rows * 64 * pair_bytes
+    return sums <= _TILE_BYTES and _bytes_beside_pairs(fused, H, Hv, pair_bytes) <= _TILE_BYTES

@@ -83,10 +83,7 @@ class TileVisits:
             rows = (value.expanded().reshape(-1) for value in self._map.mask.values())
             return tuple(jnp.asarray(array, jnp.int32) for array in rows) + values
         # The same for all heads: a tile that some do not see they evaluate, and find masked.
-        lists = lists_of(union(self._map.kinds(), axes=(1,)))
-        partial = (jnp.asarray(lists.kind) != TileKind.FULL.value).astype(jnp.int32)
-        entries = jnp.asarray(lists.column, jnp.int32) * 2 + partial
-        return jnp.asarray(lists.count, jnp.int32), entries, *values
+        return *list_operands(union(self._map.kinds(), axes=(1,))), *values
 
     def take(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The references to the `operands()`, which come first, and the rest."""
@@ -117,14 +114,8 @@ class TileVisits:
                 return (i - first_full).astype(jnp.uint32) >= full_count.astype(jnp.uint32)
 
             return Visits(lax.max(stop - start, i32(1)), lambda i: start + i, is_outside)
-        count_ref, entries = refs
-        b = _row_of(count_ref, b)
-        count = lax.max(count_ref[b, row], i32(1))
-        return Visits(
-            count,
-            lambda i: lax.shift_right_logical(entries[b, row, i], i32(1)),
-            lambda i, _: lax.bitwise_and(entries[b, row, i], i32(1)) != 0,
-        )
+        visits = listed(refs, b=b, row=row)
+        return dataclasses.replace(visits, count=lax.max(visits.count, i32(1)))
 
     def allowed(
         self,
@@ -160,6 +151,24 @@ class TileVisits:
         if self._map.T % self._map.block_q:
             allowed &= q < self._map.T
         return allowed
+
+
+def list_operands(kinds: Any) -> tuple[jax.Array, jax.Array]:
+    """The lists of kinds (B or 1, rows, columns) for `listed`: how many a row visits, and which, with what they are."""
+    lists = lists_of(kinds)
+    partial = (jnp.asarray(lists.kind) != TileKind.FULL.value).astype(jnp.int32)
+    return jnp.asarray(lists.count, jnp.int32), jnp.asarray(lists.column, jnp.int32) * 2 + partial
+
+
+def listed(refs: tuple[Any, ...], *, b: Any, row: Any) -> Visits:
+    """The visits of a row by `list_operands` in global memory, possibly none."""
+    count_ref, entries = refs
+    b = _row_of(count_ref, b)
+    return Visits(
+        count_ref[b, row],
+        lambda i: lax.shift_right_logical(entries[b, row, i], i32(1)),
+        lambda i, _: lax.bitwise_and(entries[b, row, i], i32(1)) != 0,
+    )
 
 
 def evaluated(mask: Mask) -> Callable[..., jax.Array]:

@@ -5,15 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jflash.backends.mosaic_gpu import argument_tiles
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS, from_zeros
-from jflash.backends.mosaic_gpu.sm90.backward_bias import d_bias
 from jflash.backends.mosaic_gpu.sm90.backward_common import WARPGROUPS, BackwardKernel
+from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
+from jflash.backends.mosaic_gpu.sm90.backward_pairs import d_pairs
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
+from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Gradients, Operands, gradient_axes, learned_arrays
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
+from jflash.masks.mask import Value
 from jflash.numerics.varying import like
 from jflash.problem import Problem
 
@@ -52,9 +56,15 @@ def backward(
             d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
             d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
-        of_pairs = (d_bias(problem, operands, statistics, d_out),) if kernel.terms.learns_pairs else ()
-    learned = learned_arrays(problem, operands)
-    gradients = Gradients(d_q, d_k, d_v, (*of_pairs, *_sums(problem, sums, learned[len(of_pairs) :])))
+        learned = learned_arrays(problem, operands)
+        own = problem, operands, statistics, d_out
+        of_bias = [d_pairs(*own, shared=operands.bias.shape[:2])] if kernel.terms.learns_pairs else []
+        arguments = [leaf for leaf in learned[len(of_bias) :] if _is_on_tiles(*leaf)]
+        of_arguments = [
+            (d_diagonals if axes == "BND" else d_pairs)(*own, shared=array.shape[:2], by_value=by_value)
+            for (array, axes), by_value in zip(arguments, kernel.terms.learned_arguments, strict=True)
+        ]
+    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_bias, of_arguments, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -68,15 +78,31 @@ def _with_dq(
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
-def _sums(problem: Problem, sums: list[Float[Array, "parts B N padded_S"]], learned: list[tuple[Array, str]]) -> tuple:
-    """`Gradients.values` from the parts of the sums over queries."""
-    sizes = {"B": problem.B, "N": problem.N, "S": problem.S}
+def _is_on_tiles(array: Array, axes: str) -> bool:
+    """Whether an array of the functions is one of the `ArgumentTiles`."""
+    return squeezed(Value(array, axes)).axes in argument_tiles.AXES
 
-    def of(x: Array, axes: str) -> Array:
-        x = x[..., : problem.S].sum(0)
+
+def _values(
+    problem: Problem,
+    learned: list[tuple[Array, str]],
+    of_bias: list[Array],
+    of_arguments: list[Array],
+    sums: list[Float[Array, "parts B N padded_S"]],
+) -> tuple[Array, ...]:
+    """`Gradients.values`, from those of a bias of pairs, which comes first, those of arguments that are on tiles, and
+    parts of the sums over queries that all others are.
+    """
+    sizes, arguments, sums = {"B": problem.B, "N": problem.N, "S": problem.S}, iter(of_arguments), iter(sums)
+
+    def of(array: Array, axes: str) -> Array:
+        if _is_on_tiles(array, axes):
+            return next(arguments)
+        axes = gradient_axes(array, axes)
+        x = next(sums)[..., : problem.S].sum(0)
         return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
 
-    return tuple(of(x, gradient_axes(*leaf)) for x, leaf in zip(sums, learned, strict=True))
+    return *of_bias, *(of(*leaf) for leaf in learned[len(of_bias) :])
 
 
 def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:

@@ -163,7 +163,7 @@ class BackwardKernel(abc.ABC):
         problem, dtype = self.problem, self.problem.dtype
         sums = (self.sum_parts, problem.B, problem.N, self.visits.rows * self.block_k)
         dk_and_dv = [result_struct(x.shape, dtype, self.operands) for x in (self.operands.k, self.operands.v)]
-        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * self.terms.learned
+        return dk_and_dv + [result_struct(sums, jnp.float32, self.operands)] * len(self.terms.summed)
 
     @abc.abstractmethod
     def _scratch(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class BackwardKernel(abc.ABC):
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
                 self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g))
 
-        learned = self.terms.learned
+        learned = len(self.terms.summed)
         query_arrivals = self.qk.count + 2 + self.visits.values.arrivals + self.terms.arrivals
 
         results = hopper_kernel(
@@ -229,7 +229,7 @@ class BackwardKernel(abc.ABC):
                 **self.visits.values.scratch(q_stages),
                 **self.terms.scratch(q_stages),
                 **self.visits.pairs.scratch(),
-                **self.terms.pairs.scratch(),
+                **self.terms.pair_scratch(),
                 "kv_full": barrier(num_arrivals=self.qk.count + self.vo.count + 1),
                 "q_full": barrier(num_arrivals=query_arrivals, num_barriers=q_stages),
                 "do_full": barrier(num_arrivals=self.vo.count, num_barriers=do_stages),
@@ -295,11 +295,11 @@ class BackwardKernel(abc.ABC):
             load_pieces(do_g, self.vo.refs(tma.do.at[do_slot]), s.do_full.at[do_slot], **queries)
             place = {"b": block.b, "n": at.head, "q_at": at.q_at, "k_at": block.k_at}
             self.visits.pairs.load(block.mask_refs, s, i, **place)
-            self.terms.pairs.load(block.term_refs, s, i, **place)
+            self.terms.load_pairs(block.term_refs, s, i, **place)
 
         steps.loop(step)
         self.visits.pairs.see_releases(s, steps.count)
-        self.terms.pairs.see_releases(s, steps.count)
+        self.terms.see_pair_releases(s, steps.count)
         see_releases(s.q_free, stages=self.q_stages, count=steps.count)
         see_releases(s.do_free, stages=self.do_stages, count=steps.count)
 
@@ -359,7 +359,9 @@ class BackwardKernel(abc.ABC):
         """
         place = self._tile_place(block, slot, step, q_from=q_from, k_at=k_at)
         ids = self._ids(block, s.shape)
-        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, **place)
+        with self.terms.arguments.reading(block.s, warpgroup):
+            arguments = self.terms.arguments.parts(block.s, warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(block.term_refs, s, ids, arguments, **place)
         p = jnp.exp2((logits + self._statistic(block, slot, 0, q_from, s.shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, block, warpgroup, slot, step, q_from=q_from, k_at=k_at)
         weights, dp = self.terms.dropped(block.term_refs, p, dp, **place)
@@ -371,7 +373,7 @@ class BackwardKernel(abc.ABC):
             d = p * dp * derivative
             return d if self.terms.is_total else jnp.where(p == 0, 0, d)
 
-        d_values = [times_p(by_value) for by_value in by_values]
+        d_values = [times_p(by_values[position]) for position in self.terms.summed]
         self._add_up(block, step, d_values, pl.ds(sums_from, s.shape[0]), sum_part, k_at)
         return weights, times_p(by_qk)
 

@@ -214,7 +214,7 @@ class _Forward:
                 **self.terms.scratch(self.column_slots),
                 **self.places.scratch(),
                 **self.visits.pairs.scratch(),
-                **self.terms.pairs.scratch(),
+                **self.terms.pair_scratch(),
             },
             kernel_name="jflash_forward_sm90",
         )(q, k, v, *counters, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
@@ -264,7 +264,7 @@ class _Forward:
             for free in (s.k_free, s.v_free):
                 see_releases(free, stages=self.tiles.stages, count=steps)
             self.visits.pairs.see_releases(s, steps)
-            self.terms.pairs.see_releases(s, steps)
+            self.terms.see_pair_releases(s, steps)
             if self.tiles.q_stages > 1:
                 for w in range(warpgroups):
                     see_releases(s.q_free, stages=self.tiles.q_stages, count=tiles, first=self._q_slot(w, 0))
@@ -343,7 +343,7 @@ class _Forward:
         def load_pairs(i):
             place = {"b": tile.b, "n": tile.n, "q_at": tile.q_at, "k_at": visits.column(i) * self.block_k}
             self.visits.pairs.load(g.mask, s, tile.start + i, **place)
-            self.terms.pairs.load(g.terms, s, tile.start + i, **place)
+            self.terms.load_pairs(g.terms, s, tile.start + i, **place)
 
         load_key(i32(0))
         load_pairs(i32(0))
@@ -539,7 +539,8 @@ class _Forward:
             x = self.terms.biased(x, s, warpgroup, columns)
             if self.terms.is_plain:
                 return x
-            return self.terms.of(g.terms, x, plgpu.load(s.ids, layout=BY_COLUMN), **place(k_at, columns))
+            arguments, ids = self.terms.arguments.parts(s, warpgroup, columns), plgpu.load(s.ids, layout=BY_COLUMN)
+            return self.terms.of(g.terms, x, ids, arguments, **place(k_at, columns))
 
         def masked(x, k_at, columns):
             own = place(k_at, columns) | {"pairs": self.visits.pairs.part(s, warpgroup, columns)}
@@ -547,7 +548,7 @@ class _Forward:
             return jnp.where(self.visits.allowed(g.mask, ids, **own, shape=x.shape), x, -jnp.inf)
 
         if self.terms.pairs or not self.terms.is_plain:
-            with self.terms.pairs.reading(s, warpgroup):
+            with self.terms.pairs.reading(s, warpgroup), self.terms.arguments.reading(s, warpgroup):
                 x = self._by_columns(logits, column, x)
         if not self.visits.is_masked:
             return x

@@ -60,10 +60,13 @@ class QueryTiles:
     Args:
       warpgroups: those that compute, each for 64 queries.
       block_k: keys of a tile.
+      by_value: the number among floating values of that which dS is the derivative by; None for scale · qk.
     """
 
-    def __init__(self, problem: Problem, operands: Operands, *, warpgroups: int, block_k: int):
-        self.problem, self.operands = problem, operands
+    def __init__(
+        self, problem: Problem, operands: Operands, *, warpgroups: int, block_k: int, by_value: int | None = None
+    ):
+        self.problem, self.operands, self.by_value = problem, operands, by_value
         self.block_q, self.block_k = warpgroups * WARPGROUP_ROWS, block_k
         self.qk, self.vo = (Pieces.of(size, problem.T, problem.S) for size in (problem.H, problem.Hv))
         sizes = {"T": problem.T, "S": problem.S, "block_q": self.block_q, "block_k": block_k}
@@ -75,7 +78,7 @@ class QueryTiles:
 
     def scratch(self) -> dict[str, Any]:
         """Scratch types that a kernel adds to its own."""
-        return {**self.visits.pairs.scratch(), **self.terms.pairs.scratch()}
+        return {**self.visits.pairs.scratch(), **self.terms.pair_scratch()}
 
     @property
     def needs_ids(self) -> bool:
@@ -87,7 +90,7 @@ class QueryTiles:
         return [load_global(statistic.at[b, n], q_at, WARPGROUP_ROWS, layout=BY_ROW) for statistic in statistics]
 
     def ds(self, rows: Rows, i: Any, issue_s: Callable[[Any], None], issue_dp: Callable[[Any], None]) -> Any:
-        """dS by scale · qk of the i-th visited tile; the matmuls for S and dP are issued to these accumulators."""
+        """dS of the i-th visited tile; the matmuls for S and dP are issued to these accumulators."""
 
         def s_and_dp(s_ref, dp_ref):
             s_ref[...] = self._start_s(rows, i)
@@ -121,16 +124,18 @@ class QueryTiles:
         return along_rows(rows.minus_delta, self.s_shape)
 
     def _ds(self, rows: Rows, i: Any, s: Any, dp: Any) -> Any:
-        """dS by scale · qk, where the logits are made of S here; as in the fused kernels."""
+        """dS, where the logits are made of S here; as in the fused kernels."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         ids = plgpu.load(rows.s.ids, layout=BY_COLUMN)
-        logits, by_qk, _ = self.terms.with_derivatives(rows.term_refs, s, ids, **place)
+        with self.terms.arguments.reading(rows.s, rows.warpgroup):
+            arguments = self.terms.arguments.parts(rows.s, rows.warpgroup)
+        logits, by_qk, by_values = self.terms.with_derivatives(rows.term_refs, s, ids, arguments, **place)
         p = jnp.exp2((logits + along_rows(rows.minus_lse, self.s_shape)) * LOG2_E)
         p = self._allowed_or(0.0, p, rows, i)
         (dp,) = self.terms.dropped(rows.term_refs, dp, **place)
         if self.terms.dropout is not None:
             dp += along_rows(rows.minus_delta, self.s_shape)
-        ds = p * dp * by_qk
+        ds = p * dp * (by_qk if self.by_value is None else by_values[self.by_value])
         return ds if self.terms.is_total else jnp.where(p == 0, 0, ds)
 
     def _allowed_or(self, other: float, x: Any, rows: Rows, i: Any) -> Any:
@@ -152,9 +157,9 @@ class QueryTiles:
         """By the warpgroup that loads, for a step of this number, what the i-th visited tile has for each pair."""
         place = {"b": rows.b, "n": rows.n, "q_at": rows.q_at, "k_at": rows.visits.column(i) * self.block_k}
         self.visits.pairs.load(rows.mask_refs, rows.s, step, **place)
-        self.terms.pairs.load(rows.term_refs, rows.s, step, **place)
+        self.terms.load_pairs(rows.term_refs, rows.s, step, **place)
 
     def see_releases(self, rows: Rows, steps: Any) -> None:
         """By the same, after so many steps."""
         self.visits.pairs.see_releases(rows.s, steps)
-        self.terms.pairs.see_releases(rows.s, steps)
+        self.terms.see_pair_releases(rows.s, steps)

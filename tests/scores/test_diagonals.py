@@ -1,0 +1,105 @@
+"""A number for each diagonal beside a kernel: which sums its cotangent takes part in, as in test_bias.py of a bias."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_backend
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jflash import flash_attention
+from jflash.backends import registry
+from jflash.masks import SlidingWindow
+
+B, T, S, N, K, H, Hv = 4, 7, 9, 8, 4, 5, 6
+MASK = SlidingWindow(6, 2, offset=1)
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), np.float32)
+
+
+def of_all(s, b, n, q, k, table):
+    return s + table[q - k + S - 1]
+
+
+def of_heads(s, b, n, q, k, table):
+    return s + jnp.tanh(s) * table[n, abs(q - k) % 5]
+
+
+def of_rows(s, b, n, q, k, table):
+    return s * (1 + table[b, jnp.where(k > q, 1, 0)])
+
+
+def of_each(s, b, n, q, k, table):
+    return s + table[b, n, q - k + S - 1] / (2 + s * s)
+
+
+# For each what the table is, and the axes of its stream.
+TABLES = {of_all: (T + S - 1,), of_heads: (N, 5), of_rows: (B, 2), of_each: (B, N, T + S - 1)}
+
+
+def operands(*leading):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
+    return [draw(*leading, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def run(q, k, v, d_out, table, *, fn, backend, bias=None):
+    """Out and all cotangents."""
+
+    def call(q, k, v, table):
+        return flash_attention(q, k, v, mask=MASK, bias=bias, score_fn=fn, score_args=(table,), backend=backend)
+
+    out, pull = jax.vjp(call, q, k, v, table)
+    return out, *pull(d_out)
+
+
+@pytest.fixture(autouse=True)
+def toy():
+    with registry.registered(toy_backend.BACKEND):
+        yield
+
+
+def assert_close(found, wanted):
+    for one, right in zip(found, wanted, strict=True):
+        assert one.dtype == right.dtype
+        np.testing.assert_allclose(np.asarray(one), np.asarray(right), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("fn", TABLES)
+def test_cotangents(fn):
+    arguments = *operands(), draw(*TABLES[fn], seed=5)
+    found, wanted = (run(*arguments, fn=fn, backend=backend) for backend in ("toy", "reference"))
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("fn, is_mapped", [(of_all, True), (of_heads, True), (of_heads, False), (of_each, True)])
+def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
+    """Twice mapped, beside a bias that keeps its batch axis of 1: sums over the rows of a call stay in it."""
+    arguments = operands(2, 3)
+    table, bias = draw(*((2, 3) * is_mapped), *TABLES[fn], seed=5), draw(1, N, T, S, seed=6)
+
+    def mapped(backend):
+        axes = (0, 0, 0, 0, 0 if is_mapped else None)
+        own = functools.partial(run, fn=fn, backend=backend, bias=bias)
+        return jax.vmap(jax.vmap(own, axes), axes)(*arguments, table)
+
+    assert_close(mapped("toy"), mapped("reference"))
+
+
+@pytest.mark.parametrize(
+    "fn, kind", [*((fn, AxisType.Auto) for fn in TABLES), (of_all, AxisType.Explicit), (of_heads, AxisType.Explicit)]
+)
+def test_devices_that_share_a_table_add_up_its_cotangent(fn, kind):
+    arguments = *operands(), draw(*TABLES[fn], seed=5)
+    wanted = run(*arguments, fn=fn, backend="reference")
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    heads = NamedSharding(mesh, P("data", None, "model", None))
+    with jax.set_mesh(mesh):
+        *placed, table = arguments
+        placed = [jax.device_put(x, heads) for x in placed]
+        found = jax.jit(functools.partial(run, fn=fn, backend="toy"))(*placed, table)
+    assert_close(found, wanted)

@@ -70,6 +70,10 @@ def slope_and_value(s, b, n, q, k, slope, value):
     return s + slope[n] * (k - q).astype(s.dtype) + value[k]
 
 
+def relative(s, b, n, q, k, table):
+    return s + table[n, q - k + table.shape[1] // 2]
+
+
 def cases(shrink: int = 1) -> Iterator[Case]:
     """The cases, with all lengths divided by a power of two where a test wants them small."""
     from jflash.masks import Causal, PrefixLM, Segments, SlidingWindow
@@ -126,6 +130,17 @@ def cases(shrink: int = 1) -> Iterator[Case]:
             jflash=lambda: {"causal": True, "score_fn": slope_and_value, "score_args": (_SLOPES, value)},
             learned=learned, mask_mod=causal_mod, score_mod=slope_and_value_mod,
         )  # fmt: skip
+
+    table = np.random.default_rng(4).standard_normal((N, 2 * T)).astype(np.float32)
+
+    def relative_mod(tensor):
+        of = tensor(table)
+        return lambda s, b, h, q, k: s + of[h, q - k + T]
+
+    yield Case(
+        name="relative", T=T, pairs=triangle, mask_mod=causal_mod, score_mod=relative_mod,
+        jflash=lambda: {"causal": True, "score_fn": relative, "score_args": (table,)},
+    )  # fmt: skip
 
     def softcap_mod(tensor):
         import torch

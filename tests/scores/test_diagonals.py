@@ -69,6 +69,10 @@ def assert_close(found, wanted):
         np.testing.assert_allclose(np.asarray(one), np.asarray(right), rtol=1e-4, atol=2e-4)
 
 
+def cases(every, fast):
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
+
+
 @pytest.mark.parametrize("fn", TABLES)
 def test_cotangents(fn):
     arguments = *operands(), draw(*TABLES[fn], seed=5)
@@ -76,7 +80,10 @@ def test_cotangents(fn):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("fn, is_mapped", [(of_all, True), (of_heads, True), (of_heads, False), (of_each, True)])
+@pytest.mark.parametrize(
+    "fn, is_mapped",
+    cases([(of_all, True), (of_heads, True), (of_heads, False), (of_each, True)], fast=[(of_heads, False)]),
+)
 def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
     """Twice mapped, beside a bias that keeps its batch axis of 1: sums over the rows of a call stay in it."""
     arguments = operands(2, 3)
@@ -91,7 +98,11 @@ def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
 
 
 @pytest.mark.parametrize(
-    "fn, kind", [*((fn, AxisType.Auto) for fn in TABLES), (of_all, AxisType.Explicit), (of_heads, AxisType.Explicit)]
+    "fn, kind",
+    cases(
+        [*((fn, AxisType.Auto) for fn in TABLES), *((fn, AxisType.Explicit) for fn in (of_all, of_heads))],
+        fast=[(of_heads, AxisType.Auto), (of_all, AxisType.Explicit)],
+    ),
 )
 def test_devices_that_share_a_table_add_up_its_cotangent(fn, kind):
     arguments = *operands(), draw(*TABLES[fn], seed=5)

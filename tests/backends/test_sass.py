@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,7 +43,7 @@ from tools.sass import Config, compile_lowered
 H200 = hardware.named("h200")
 HEADS = ((64, 64), (128, 128), (64, 128), (128, 64), (192, 128), (256, 256), (80, 80))
 # Head dims whose order of instructions was measured, or is that of measured ones.
-MEASURED = ((64, 64), (128, 128), (192, 128), (128, 256), (256, 256))
+MEASURED = ((64, 64), (128, 128), (192, 128), (256, 256))
 # An odd length takes another form of shared memory, `Pieces`; a group another loop in the backward kernels; at short
 # lengths blocks of the forward kernel share the rows of tiles; where there are few rows, it splits their keys.
 SIZES = {
@@ -125,6 +126,14 @@ _WIDE_IN_FLIGHT = (
 )
 
 
+# ptxas 13.0 sinks half of the exponentials behind the pinned wait in these, with the second JAX the first too, though the
+# PTX has them before it. A vote of the warp on their sums, before the wait, pins them, and costs all others 1 % (H200,
+# docs/decisions.md, 2026-11-30).
+_SUNK = {"forward_128_128_full_group"}
+if jax.__version_info__ >= (0, 12):
+    _SUNK |= {"forward_128_128_full_even"}
+
+
 def at_least(number: int) -> str:
     """A regular expression of the whole numbers from this one."""
     digits = str(number)
@@ -136,11 +145,11 @@ def at_least(number: int) -> str:
     return f"(?:{'|'.join((digits, *larger))}|{r'\d' * len(digits)}\\d+)"
 
 
-def overlap(kernel: str, tiles: HopperTiles, problem: Problem) -> str:
+def overlap(kernel: str, tiles: HopperTiles, problem: Problem, *, is_pinned: bool) -> str:
     """The order that keeps the overlap of the kernels of a pass; the two of deterministic gradients share the first."""
     if kernel == "forward":
         maxima = exponentials = tiles.forward.block_k // 2
-        return _FORWARD.format(at_least(maxima + exponentials * tiles.forward.pin_wait))
+        return _FORWARD.format(at_least(maxima + exponentials * is_pinned))
     if kernel == "deterministic":
         return _SOFTMAX_IN_DP
     if max(problem.H, problem.Hv) <= NARROW and tiles.backward.block_k == 128:
@@ -180,6 +189,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         "backward": {"function": backward, "arguments": arguments, "max_registers": 240},
         "deterministic": {"function": in_two, "arguments": arguments, "max_registers": 240},
     }
+    is_pinned = tiles.forward.pin_wait and f"forward_{name}" not in _SUNK
     is_measured = (H, Hv) in MEASURED and mask in ("full", "causal") and not terms
     # Of a step with a hundred instructions more than that of plain attention, two registers spilled are nothing. Beside
     # what has a number for each pair some more are at H=256, outside of the loop and by the warpgroup that loads.
@@ -190,7 +200,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         Config(
             name=f"{kernel}_{name}",
             max_spill_bytes=24 if is_full else {"": 0, "diagonals": 16, "pairs": 128}.get(terms, 8),
-            order=overlap(kernel, tiles, problem) if is_measured else None,
+            order=overlap(kernel, tiles, problem, is_pinned=is_pinned) if is_measured else None,
             **own,
         )
         for kernel, own in passes.items()
@@ -198,7 +208,6 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
 
 
 CASES = [(H, Hv, mask, size, "") for size in SIZES for mask in masks(1) for H, Hv in HEADS]
-CASES += [(128, 256, *case, "") for case in (("full", "even"), ("causal", "group"), ("segments_causal", "odd"))]
 CASES += [(H, H, "causal", "even", terms) for H in (64, 128, 256) for terms in TERMS]
 CONFIGS: list[Config] = [config for case in CASES for config in configs(*case)]
 
@@ -221,19 +230,45 @@ def tuned_configs() -> list[Config]:
                     ),
                     arguments=(operand_shapes(problem), *(() if is_forward else backward_shapes(problem))),
                     max_registers=160 if is_forward and tiles.forward.warpgroups == 3 else 240,
-                    order=overlap(kernel, tiles, problem),
+                    # Whether a pinned wait holds has been measured with the rest.
+                    order=overlap(kernel, tiles, problem, is_pinned=False),
+                )
+            )
+    return found
+
+
+def in_flight_configs() -> list[Config]:
+    """Of the backward kernel for wide heads with a step in flight, where that fits; no default has it."""
+    found = []
+    for H, Hv in ((192, 128), (128, 256)):
+        for mask, size in (("full", "even"), ("causal", "group"), ("segments_causal", "odd")):
+            workload = Workload(
+                name="", dtype="bfloat16", H=H, Hv=Hv, mask=masks(SIZES[size]["T"])[mask], **SIZES[size]
+            )
+            problem, _ = pose(workload)
+            tiles = mosaic_gpu.default_tiles(problem, H200)
+            own = dataclasses.replace(tiles.backward, dk_in_flight=True, q_stages=3)
+            tiles = dataclasses.replace(tiles, backward=own)
+            found.append(
+                Config(
+                    name=f"in_flight_{H}_{Hv}_{mask}_{size}",
+                    function=functools.partial(mosaic_gpu.backward, problem, tiles),
+                    arguments=(operand_shapes(problem), *backward_shapes(problem)),
+                    max_registers=240,
+                    order=overlap("backward", tiles, problem, is_pinned=False),
                 )
             )
     return found
 
 
 TUNED = tuned_configs()
-CONFIGS += TUNED
+IN_FLIGHT = in_flight_configs()
+CONFIGS += TUNED + IN_FLIGHT
 
 
 def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
     """A fifth of those without terms: every two of head dims, mask and size meet."""
-    if terms or (H, Hv) not in HEADS:
+    if terms:
         return True
     number = HEADS.index((H, Hv)) + list(masks(1)).index(mask)
     return number % len(SIZES) == list(SIZES).index(size)
@@ -247,7 +282,7 @@ def is_for_ci(H: int, Hv: int, mask: str, size: str, terms: str) -> bool:
         for case in CASES
         for config in configs(*case)
     ]
-    + [pytest.param(config, id=config.name) for config in TUNED],
+    + [pytest.param(config, id=config.name) for config in TUNED + IN_FLIGHT],
 )
 def test_kernel(config):
     """Those marked slow are for whoever changes a kernel: `pytest -m sass`, twenty minutes on two cores."""

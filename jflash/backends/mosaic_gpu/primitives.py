@@ -1,7 +1,6 @@
 """What Pallas Mosaic GPU lacks, or says at greater length: shared memory that TMA and WGMMA both read, a vote."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -290,13 +289,13 @@ def count_up(counter: Any, slot: Any, *, first: int) -> None:
     _count_up(counter, slot, i32(first))
 
 
+@plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT))
 def _any_positive_in_warp(_, x):
     first, *rest = x.registers.flat
     for register in rest:
         first = arith.maximumf(first, register)
     if isinstance(first.type, ir.VectorType):
-        elements = [vector.extract(first, dynamic_position=[], static_position=[i]) for i in range(first.type.shape[0])]
-        first = functools.reduce(arith.maximumf, elements)
+        first = vector.extract(first, dynamic_position=[], static_position=[0])
     vote = mgpu_utils.inline_ptx(
         "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
         first,
@@ -307,11 +306,6 @@ def _any_positive_in_warp(_, x):
     return mgpu.FragmentedArray.splat(vote, (), is_signed=True)
 
 
-_VOTE = plgpu.ShapeDtypeStruct((), jnp.int32, _SPLAT)
-_vote_of_rows = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=_VOTE)(_any_positive_in_warp)
-_vote_of_elements = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=_VOTE)(_any_positive_in_warp)
-
-
 def any_row(holds: Any, *, inline_ptx: bool) -> jax.Array:
     """Whether some row of this warp holds, or of this warpgroup where `inline_ptx` is off; one boolean.
 
@@ -319,12 +313,4 @@ def any_row(holds: Any, *, inline_ptx: bool) -> jax.Array:
     WGMMA.
     """
     marks = jnp.where(holds, jnp.float32(1), jnp.float32(0))
-    return _vote_of_rows(marks) != 0 if inline_ptx else marks.max() > 0
-
-
-def never_negative(x: Any, *, inline_ptx: bool) -> jax.Array:
-    """False, where no element of a tile is negative, which the compiler does not know: it must have computed all of x.
-
-    Without `inline_ptx` there is no such compiler.
-    """
-    return _vote_of_elements(-x) != 0 if inline_ptx else jnp.bool_(False)
+    return _any_positive_in_warp(marks) != 0 if inline_ptx else marks.max() > 0

@@ -224,7 +224,7 @@ def default_tiles(problem: Problem, hardware: Hardware) -> HopperTiles:
     shared = _shared_forward_tiles(problem, forward, H, masked=masked, sm_count=hardware.sm_count)
     if shared is None:
         forward = dataclasses.replace(forward, splits=_splits(problem, forward, hardware.sm_count))
-    backward = _backward_tiles(H, Hv, plain=plain and not pair_bytes, has_lists=has_lists)
+    backward = _backward_tiles(H, Hv, few_registers=has_lists or not plain)
     if masked:
         together = _power_of_two(_BACKWARD_TOKENS // _longest_row_tokens(problem, backward))
         backward = dataclasses.replace(backward, head_group=together)
@@ -360,21 +360,18 @@ def _forward_tiles(
     return ForwardTiles(warpgroups=2, block_k=block_k, head_group=head_group)
 
 
-def _backward_tiles(H: int, Hv: int, *, plain: bool, has_lists: bool) -> BackwardTiles:
+def _backward_tiles(H: int, Hv: int, *, few_registers: bool) -> BackwardTiles:
     # With a list of tiles, 128 queries would need 240 registers and up to 20 bytes of spills (ptxas 13.0), with other
     # logits than q · k up to 700.
-    if max(H, Hv) <= 64 and plain and not has_lists:
+    if max(H, Hv) <= 64 and not few_registers:
         return BackwardTiles(block_q=128, dk_in_flight=True)
     if max(H, Hv) <= 128:
         return BackwardTiles(block_q=64)
-    # Where shared memory has no room for all, as at 256, a second Q serves better than a second dO, whose slot is free
+    # Where shared memory has no room for both, as at 256, a second Q serves better than a second dO, whose slot is free
     # after the first of the three matmuls that follow the softmax, that of Q after the last.
     tiles = BackwardTiles(block_q=64, block_k=64)
-    candidates = [tiles, dataclasses.replace(tiles, do_stages=1)]
-    if H <= 192 and plain:
-        candidates.insert(0, dataclasses.replace(tiles, q_stages=3, dk_in_flight=True))
-    fits = (own for own in candidates if own.operand_bytes(H, Hv) + _exchanged_bytes(own, H) <= _TILE_BYTES)
-    return next(fits, candidates[-1])
+    fits = tiles.operand_bytes(H, Hv) + _exchanged_bytes(tiles, H) <= _TILE_BYTES
+    return tiles if fits else dataclasses.replace(tiles, do_stages=1)
 
 
 def dq_chunks(H: int) -> int:
@@ -450,7 +447,7 @@ def fits_pairs(problem: Problem) -> bool:
     """
     H, Hv, pair_bytes = _columns(problem.H), _columns(problem.Hv), bytes_of_pairs(problem)
     rows = 2 * WARPGROUP_ROWS
-    fused = _backward_tiles(H, Hv, plain=False, has_lists=True)
+    fused = _backward_tiles(H, Hv, few_registers=True)
     fused = dataclasses.replace(fused, q_stages=1, do_stages=1)
     sums = _ITEM_BYTES * (rows + 64) * (H + Hv) + rows * 64 * pair_bytes
     return sums <= _TILE_BYTES and _bytes_beside_pairs(fused, H, Hv, pair_bytes) <= _TILE_BYTES

@@ -38,7 +38,6 @@ from jflash.backends.mosaic_gpu.primitives import (
     hopper_kernel,
     i32,
     load_pieces,
-    never_negative,
     opaque,
     see_releases,
     slot_of,
@@ -466,10 +465,9 @@ class _Forward:
             plgpu.barrier_arrive(k_free.at[slot])
             p, m, l, factor, rescale = self._softmax(logits(s, i), m, l)
             if self.tiles.pin_wait:
-                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; a vote
-                # on sums of all exponentials, and the wait on an mbarrier that ends the basic block, hold ptxas.
+                # p stays float32: P V still reads the registers of p_parts. The optimization barrier holds LLVM; the
+                # wait on an mbarrier ends the basic block, and so holds ptxas.
                 p, m, l, factor = lax.optimization_barrier((p, m, l, factor))
-                rescale |= never_negative(l, inline_ptx=self.inline_ptx)
                 wait_for_k(i + 1)
             o = [plgpu.wgmma_accumulator_load(o_ref, wait_n=0) for o_ref in o_refs]
             plgpu.barrier_arrive(v_free.at[previous])

@@ -126,8 +126,8 @@ _WIDE_IN_FLIGHT = (
 )
 
 
-# ptxas 13.0 sinks half of the exponentials behind the pinned wait in these, though the PTX has them before it. A vote of
-# the warp on their sums, before the wait, pins them, and costs all others 1 % (docs/decisions.md, 2026-11-30).
+# ptxas 13.0 sinks half of the exponentials behind the pinned wait in these, though the PTX has them before it. A vote
+# of the warp on their sums, before the wait, pins them, and costs all others 1 % (docs/decisions.md, 2026-11-30).
 _SUNK = {"forward_128_128_full_group"}
 if jax.__version_info__ >= (0, 12):
     _SUNK |= {"forward_128_128_full_even"}

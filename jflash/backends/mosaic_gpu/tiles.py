@@ -276,9 +276,12 @@ def _shared_forward_tiles(
     Args:
       tiles: those with a block for each row.
     """
-    # At H=256 there is no room for a second Q, nor is there beside a bias of pairs or arguments on tiles.
-    has_tiles = problem.has_bias_of_pairs or axes_of_arguments(problem)
-    if problem.H != problem.Hv or H > 128 or has_tiles or not sm_count:
+    # At H=256 there is no room for a second Q.
+    if problem.H != problem.Hv or H > 128 or not sm_count:
+        return None
+    # With the keys that `_beside_pairs` leaves.
+    smallest = dataclasses.replace(tiles, blocks=sm_count, block_k=64)
+    if _bytes_beside_pairs(smallest, H, H, bytes_of_pairs(problem)) >= _TILE_BYTES:
         return None
     heads, is_long = problem.B * problem.N, problem.T > (1024 if masked else 512)
     if tiles.warpgroups == 3 and not is_long:

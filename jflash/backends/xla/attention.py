@@ -105,10 +105,20 @@ def attend(problem: Problem, tiles: XlaTiles, operands: Operands) -> Attended:
     q, k, v, _, mask = operands
     args, functions = _take_floats(operands.functions)
     arrays = Arrays(q, k, v, operands.bias, operands.sinks, args)
-    attended = name_residuals(_attend(problem, tiles, (mask, functions, operands.dropout), arrays))
-    if operands.sinks is None:
-        return attended
-    return Attended(attended.out, add_sink(attended.lse, operands.sinks[..., None]))
+    out, lse = name_residuals(_attend(problem, tiles, (mask, functions, operands.dropout), arrays))
+    if operands.sinks is not None:
+        lse = add_sink(lse, operands.sinks[..., None])
+    return Attended(out.astype(problem.out_dtype), lse)
+
+
+def _out_dtype(problem: Problem, arrays: Arrays) -> np.dtype:
+    """In which dtype the derivative has out.
+
+    Where there are terms with derivatives, it is the one computed in: see `Problem.out_dtype`. Here whoever asks for
+    them is not known.
+    """
+    has_terms = bool(arrays.args) or arrays.bias is not None or arrays.sinks is not None
+    return compute_dtype(problem.dtype) if has_terms else problem.dtype
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -119,7 +129,7 @@ def _attend(
     arrays: Arrays,
 ) -> Attended:
     """Out, and the lse of the keys alone, without the sinks."""
-    grid = _Grid(problem, tiles, *fixed)
+    grid = _Grid(problem, tiles, _out_dtype(problem, arrays), *fixed)
     sink = grid.split_sinks(arrays.sinks)
 
     def row(i: Array, sides: tuple[Blocks], _) -> tuple[Array, Array]:
@@ -140,7 +150,7 @@ def _attend_jvp(problem: Problem, tiles: XlaTiles, primals: tuple, tangents: tup
     _, array_tangents = tangents
     # Named here too: what the derivative uses must be the value that a policy of jax.checkpoint saves.
     attended = name_residuals(_attend(problem, tiles, fixed, arrays))
-    grid = _Grid(problem, tiles, *fixed)
+    grid = _Grid(problem, tiles, _out_dtype(problem, arrays), *fixed)
     sink, d_sink = grid.split_sinks(arrays.sinks), grid.split_sinks(array_tangents.sinks)
 
     def row(i: Array, sides: tuple[Blocks, Blocks], result: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -197,15 +207,16 @@ class _Grid:
         self,
         problem: Problem,
         tiles: XlaTiles,
+        out_dtype: np.dtype,
         mask: Mask,
         functions: tuple[ScoreFunction, ...],
         dropout: Dropout | None,
     ):
-        self.dtype = compute_dtype(problem.dtype)
+        self.dtype, self._out_dtype = compute_dtype(problem.dtype), out_dtype
         self._problem, self._tiles, self._mask, self._functions = problem, tiles, mask, functions
         self._dropout = dropout
-        # P and dS have more than 16 bits: what TF32 leaves of out is too little where it is wanted in float32.
-        self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(problem.out_dtype))
+        # P has more than 16 bits: what TF32 leaves of out is too little where it is wanted in float32.
+        self._einsum = functools.partial(jnp.einsum, precision=matmul_precision(out_dtype))
 
         tile_map = TileMap(mask=mask, T=problem.T, S=problem.S, block_q=tiles.block_q, block_k=tiles.block_k)
         self._rows, self._columns = tile_map.rows, tile_map.columns
@@ -250,7 +261,7 @@ class _Grid:
         # (rows, b, k, g, t, d) to (b, rows, t, k, g, d): the rows of a batch row one after the other.
         out = out.transpose(1, 0, 4, 2, 3, 5).reshape(problem.B, -1, problem.N, problem.Hv)[:, : problem.T]
         lse = lse.transpose(1, 2, 3, 0, 4).reshape(problem.B, problem.N, -1)[..., : problem.T]
-        return Attended(out.astype(problem.out_dtype), lse)
+        return Attended(out.astype(self._out_dtype), lse)
 
     def _split_rows(self, x: Float[Array, "B T N d"]) -> Float[Array, "rows B K G block_q d"]:
         problem = self._problem

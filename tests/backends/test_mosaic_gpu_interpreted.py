@@ -435,6 +435,7 @@ DOCUMENTS_COUNTED = workload(
 )
 SINKS_FORWARD = workload("sinks_forward", mask=Causal(offset=-9), sinks=(2,), softcap=1.5, T=70, S=300, N=2)
 THREE_HEADS = workload("three_heads", mask=Causal(), T=150, N=3)
+BIAS_COUNTED = workload("bias_counted", mask=Causal(offset=20), bias=(1, 2, 200, 233), T=200, S=233, N=2)
 FORWARD_TILES = [
     (FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 1}),
     (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "head_group": 2}),
@@ -447,6 +448,7 @@ FORWARD_TILES = [
     (FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 2, "blocks": 132}),
     (SHARED_FORWARD, {"warpgroups": 2, "block_k": 64, "stages": 3, "blocks": 3, "counted": True, "head_group": 2}),
     (SHARED_FORWARD, {"warpgroups": 1, "block_k": 64, "stages": 2, "blocks": 2, "counted": True}),
+    (BIAS_COUNTED, {"warpgroups": 2, "block_k": 64, "blocks": 3, "counted": True}),
     (DOCUMENTS_COUNTED, {"warpgroups": 1, "block_k": 64, "blocks": 3, "counted": True, "head_group": 2}),
     # Splits of the keys: more than some rows have tiles, with pieces of columns, and with lists.
     (FORWARD, {"warpgroups": 2, "block_k": 64, "splits": 3}),

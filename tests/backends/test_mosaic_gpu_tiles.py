@@ -82,6 +82,7 @@ def test_blocks_share_short_rows_evenly(sizes):
         ({"mask": Lengths(kv=np.full(16, 7, np.int32))}, 16),
         ({"T": 32768, "B": 1, "H": 128, "mask": Segments(np.zeros((1, 32768), np.int32)) & Causal()}, 16),
         ({"mask": Causal() | SlidingWindow(3, 3)}, 16),
+        ({"T": 4096, "B": 1, "H": 128, "mask": Full(), "bias": (1, 16, 4096, 4096)}, 1),
     ],
     ids=str,
 )

@@ -410,3 +410,21 @@ def test_packed_sequences():
             score_args=(table, columns.start), backend="reference",
         )  # fmt: skip
         assert_close(found[rows], wanted, atol=4 * tolerance(np.float32, np.asarray(wanted)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_xla_has_gradients_of_arguments_that_16_bits_of_out_would_spoil(dtype):
+    """Against the same numbers in float32: rounded, out would shift all of a query's logits, and a slope sums them."""
+    arrays = [x.astype(dtype) for x in (*operands(), draw(B, T, N, Hv, seed=3))]
+    slopes, sinks = draw(N, seed=4), draw(N, seed=5)
+
+    def gradients(q, k, v, d_out):
+        def call(slopes, sinks):
+            options = {"alibi_slopes": slopes, "sinks": sinks, "backend": "xla", "tiles": TILES["xla"]}
+            return flash_attention(q, k, v, mask=Lengths(kv=np.array([9, 3, 7, 8])), **options)
+
+        return jax.vjp(call, slopes, sinks)[1](d_out)
+
+    found, right = gradients(*arrays), gradients(*(x.astype(np.float32) for x in arrays))
+    for one, other in zip(found, right):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(other).max()))

@@ -130,6 +130,59 @@ def test_terms_of_the_logits(H, Hv, terms):
         assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
 
 
+def near_table(s, b, n, q, k, table):
+    return s + table[n, jnp.clip(q - k, -50, 50) + 50]
+
+
+def drawn(seed: int) -> Workload:
+    """Sizes at which all multiprocessors work, and three of the features of masks and logits."""
+    random = np.random.default_rng(seed)
+    B, K, group = (int(random.choice(sizes)) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2, 4)))
+    T, S = (int(length) for length in random.integers(700, 2600, 2))
+    H, Hv = HEAD_DIMS[random.integers(len(HEAD_DIMS))]
+    N = K * group
+    lengths = [int(random.integers(S // 2, S)) for _ in range(B)]
+    segments = Segments(*(np.sort(random.integers(0, 9, (B, length)), axis=1).astype(np.int32) for length in (T, S)))
+    bias = int(random.choice([1, B])), int(random.choice([1, N])), T, S
+    numbers = [random.standard_normal(size).astype(np.float32) for size in (N, (B, S), (N, 101))]
+    masks = {
+        "causal": Causal(offset=random.integers(-40, 400, B).astype(np.int32)),
+        "window": SlidingWindow(int(random.integers(50, 600)), int(random.integers(0, 90))),
+        "documents": segments,
+        "lengths": Lengths(kv=np.array(lengths, np.int32)),
+        "function": MaskFn(near_or_own, per_query=(random.integers(20, 900, T).astype(np.int32),)),
+    }
+    terms = {
+        "softcap": {"softcap": 2.5},
+        "alibi": {"alibi_slopes": (B, N)},
+        "sinks": {"sinks": (N,)},
+        "dropout": {"dropout_rate": 0.2},
+        "bias": {"bias": bias, "bias_dtype": str(random.choice(["float32", "bfloat16"]))},
+        "score": {"score_fn": slope_and_value, "score_args": tuple(numbers[:2])},
+        "table": {"score_fn": near_table, "score_args": (numbers[2],)},
+    }
+    names = [str(name) for name in random.permutation([*masks, *terms])[:3]]
+    mask: Mask = Full()
+    fields: dict = {}
+    for name in names:
+        mask = mask & masks[name] if name in masks else mask
+        fields |= terms.get(name, {})
+    if "alibi_slopes" in fields and "causal" in names:
+        # ALiBi counts from the diagonal of the mask.
+        fields["alibi_slopes"] = (N,)
+    sizes = {"B": B, "T": T, "S": S, "N": N, "K": K, "H": H, "Hv": Hv}
+    return Workload(name="-".join([*names, *map(str, (T, S, H, Hv))]), dtype="bfloat16", mask=mask, **sizes, **fields)
+
+
+@pytest.mark.parametrize("workload", [drawn(seed) for seed in range(12)], ids=lambda workload: workload.name)
+def test_three_features_at_a_time(workload):
+    inputs = random_inputs(workload)
+    attention = attention_of(workload, backend="mosaic_gpu")
+    truth, plain = truth_of(workload, inputs), plain_of(workload, inputs)
+    rows = measure(compute(attention, inputs), truth=truth, plain=plain, dtype=workload.dtype)
+    assert all(row.within for row in rows), [str(row) for row in rows if not row.within]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("H, Hv", [(64, 64), (128, 128), (256, 256)])
 def test_dropout_is_that_of_the_reference(H, Hv, deterministic):

@@ -379,9 +379,17 @@ def test_explain_shows_them_and_why_kernels_do_not_run():
     text = str(explanation)
     assert "score=alibi(float32[1, 4], int32[1])" in text and "sinks=float32[1, 4]" in text
     assert "score=everything(float32[4], float32[130], float32[2, 64], int32[64])" in text
-    assert explanation.plan.backend == "xla"
-    assert "everything" in explanation.refusals["mosaic_gpu"]
+    assert explanation.plan.backend == "mosaic_gpu"
     assert "runs no score function" in explanation.refusals["cudnn"]
+
+    def sums(s, b, n, q, k, table):
+        return s + table[q + k]
+
+    explanation = jflash.explain(
+        q, k, v, score_fn=sums, score_args=(jax.ShapeDtypeStruct((128,), "float32"),), hardware="h200"
+    )
+    assert explanation.plan.backend == "xla"
+    assert "an array of all pairs" in explanation.refusals["mosaic_gpu"] and "sums" in str(explanation)
     only_sinks = jflash.explain(q, k, v, sinks=slopes, hardware="h200")
     assert only_sinks.plan.backend == "mosaic_gpu" and "sinks" in only_sinks.refusals["cudnn"]
 

@@ -27,6 +27,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
     WGMMA,
+    from_zeros,
     hopper_kernel,
     i32,
     load_pieces,
@@ -134,11 +135,8 @@ class TileSums(QueryTiles, abc.ABC):
     ) -> Float[Array, "..."]:
         """The sums, and 0 where a tile belongs to none."""
 
-        def fill(refs):
-            (result_ref,) = refs
-            self._launch(statistics, d_out, result_ref)
-
-        (found,) = pl.run_state(fill)((jnp.zeros(self.shape, jnp.float32),))
+        zeros = jnp.zeros(self.shape, jnp.float32)
+        (found,) = from_zeros(lambda result_ref: self._launch(statistics, d_out, result_ref), zeros, ())
         return found
 
     def _scratch(self, stages: int) -> dict[str, Any]:
@@ -158,7 +156,7 @@ class TileSums(QueryTiles, abc.ABC):
             **self.scratch(),
         }
 
-    def _launch(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array, result_ref: Any) -> None:
+    def _launch(self, statistics: tuple[jax.Array, jax.Array], d_out: jax.Array, result_ref: Any) -> tuple[()]:
         column_ids = np.arange(self.block_k, dtype=np.int32)
         mask_and_logits = *self.visits.operands(), *self.terms.operands()
 
@@ -169,7 +167,7 @@ class TileSums(QueryTiles, abc.ABC):
             refs = tuple(own_refs), mask_refs, term_refs
             self._body(inputs, refs, types.SimpleNamespace(**scratch), result_g)
 
-        hopper_kernel(
+        return hopper_kernel(
             kernel,
             tiles=f"two warpgroups, {self.block_k} keys, {self.stages} stages",
             out_type=(),

@@ -7,25 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_backend
+from cotangents import MASK, B, N, S, T, assert_all_close, draw, operands
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jflash import flash_attention
-from jflash.backends import registry
-from jflash.masks import SlidingWindow
 
-B, T, S, N, K, H, Hv = 4, 7, 9, 8, 4, 5, 6
-MASK = SlidingWindow(6, 2, offset=1)
+pytestmark = pytest.mark.usefixtures("toy")
+
 SHAPES = [(B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S), (1, N, 1, S), (B, 1, 1, S), (1, N, 1, 1)]
-
-
-def draw(*shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), dtype)
-
-
-def operands(*leading):
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
-    return [draw(*leading, *shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 def run(q, k, v, d_out, bias, *, backend):
@@ -36,18 +26,6 @@ def run(q, k, v, d_out, bias, *, backend):
 
     out, pull = jax.vjp(call, q, k, v, bias)
     return out, *pull(d_out)
-
-
-@pytest.fixture(autouse=True)
-def toy():
-    with registry.registered(toy_backend.BACKEND):
-        yield
-
-
-def assert_close(found, wanted):
-    for one, right in zip(found, wanted, strict=True):
-        assert one.dtype == right.dtype
-        np.testing.assert_allclose(np.asarray(one), np.asarray(right), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +40,7 @@ def test_cotangents(shape, dtype):
             np.asarray(found[-1], np.float32), np.asarray(wanted[-1], np.float32), rtol=2**-7, atol=2**-9
         )
         found, wanted = found[:-1], wanted[:-1]
-    assert_close(found, wanted)
+    assert_all_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +55,7 @@ def test_each_mapped_call_has_its_own_cotangent(shape, is_mapped):
         axes = (0, 0, 0, 0, 0 if is_mapped else None)
         return jax.vmap(jax.vmap(functools.partial(run, backend=backend), axes), axes)(*arguments, bias)
 
-    assert_close(mapped("toy"), mapped("reference"))
+    assert_all_close(mapped("toy"), mapped("reference"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +74,7 @@ def test_devices_that_share_a_bias_add_up_its_cotangent(shape, kind):
         *placed, bias = arguments
         placed = [jax.device_put(x, heads) for x in placed]
         found = jax.jit(functools.partial(run, backend="toy"))(*placed, bias)
-    assert_close(found, wanted)
+    assert_all_close(found, wanted)
 
 
 def test_no_cotangent_is_computed_where_nobody_asks(monkeypatch):

@@ -4,22 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import toy_backend
+from cotangents import MASK, B, N, S, T, assert_all_close, draw, operands
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jflash import flash_attention
-from jflash.backends import registry
-from jflash.masks import SlidingWindow
 
-B, T, S, N, K, H, Hv = 4, 7, 9, 8, 4, 5, 6
-MASK = SlidingWindow(6, 2, offset=1)
-
-
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), np.float32)
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def of_all(s, b, n, q, k, table):
@@ -42,11 +34,6 @@ def of_each(s, b, n, q, k, table):
 TABLES = {of_all: (T + S - 1,), of_heads: (N, 5), of_rows: (B, 2), of_each: (B, N, T + S - 1)}
 
 
-def operands(*leading):
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
-    return [draw(*leading, *shape, seed=seed) for seed, shape in enumerate(shapes)]
-
-
 def run(q, k, v, d_out, table, *, fn, backend, bias=None):
     """Out and all cotangents."""
 
@@ -57,18 +44,6 @@ def run(q, k, v, d_out, table, *, fn, backend, bias=None):
     return out, *pull(d_out)
 
 
-@pytest.fixture(autouse=True)
-def toy():
-    with registry.registered(toy_backend.BACKEND):
-        yield
-
-
-def assert_close(found, wanted):
-    for one, right in zip(found, wanted, strict=True):
-        assert one.dtype == right.dtype
-        np.testing.assert_allclose(np.asarray(one), np.asarray(right), rtol=1e-4, atol=2e-4)
-
-
 def cases(every, fast):
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
 
@@ -77,7 +52,7 @@ def cases(every, fast):
 def test_cotangents(fn):
     arguments = *operands(), draw(*TABLES[fn], seed=5)
     found, wanted = (run(*arguments, fn=fn, backend=backend) for backend in ("toy", "reference"))
-    assert_close(found, wanted)
+    assert_all_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +69,7 @@ def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
         own = functools.partial(run, fn=fn, backend=backend, bias=bias)
         return jax.vmap(jax.vmap(own, axes), axes)(*arguments, table)
 
-    assert_close(mapped("toy"), mapped("reference"))
+    assert_all_close(mapped("toy"), mapped("reference"))
 
 
 @pytest.mark.parametrize(
@@ -113,4 +88,4 @@ def test_devices_that_share_a_table_add_up_its_cotangent(fn, kind):
         *placed, table = arguments
         placed = [jax.device_put(x, heads) for x in placed]
         found = jax.jit(functools.partial(run, fn=fn, backend="toy"))(*placed, table)
-    assert_close(found, wanted)
+    assert_all_close(found, wanted)

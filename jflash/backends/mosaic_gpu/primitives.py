@@ -208,11 +208,6 @@ def store_pieces(pieces: Sequence[Any], destination: Any, *, b: Any, row: Any, r
         plgpu.copy_smem_to_gmem(piece, destination.at[b, pl.ds(row, rows), head, columns])
 
 
-def store_ids(ids: Any) -> None:
-    """0, 1, ... to shared memory; as an operand they would be a kernel of XLA's in each call."""
-    ids[...] = plgpu.broadcasted_iota(jnp.int32, ids.shape, 0, layout=BY_COLUMN)
-
-
 def end_stores() -> None:
     """At the end of a block of threads: TMA has read what it stores, and writes it before the kernel ends."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

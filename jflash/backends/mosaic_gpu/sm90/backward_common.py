@@ -19,6 +19,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jflash.backends.mosaic_gpu.primitives import (
@@ -36,7 +37,6 @@ from jflash.backends.mosaic_gpu.primitives import (
     see_releases,
     slot_of,
     smem_pieces,
-    store_ids,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
 from jflash.backends.mosaic_gpu.tile_values import Columns
@@ -185,10 +185,11 @@ class BackwardKernel(abc.ABC):
         """
         problem, dtype, barrier = self.problem, self.problem.dtype, plgpu.Barrier
         q_stages, do_stages = self.q_stages, self.do_stages
+        query_ids = np.arange(self.block_q, dtype=np.int32)
         mask_and_logits = *self.visits.operands(), *self.terms.operands()
         dq_refs = (dq_ref,) if self.with_dq else ()
 
-        def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, *refs, **scratch):
+        def kernel(q_g, k_g, v_g, do_g, start_g, d_start_g, ids_g, *refs, **scratch):
             mask_refs, refs = self.visits.take(refs)
             term_refs, refs = self.terms.take(refs)
             dq_g, (dk_g, dv_g, *d_values_g) = (refs[0], refs[1:]) if self.with_dq else (None, refs)
@@ -205,7 +206,7 @@ class BackwardKernel(abc.ABC):
             @pl.when(warpgroup == WARPGROUPS)
             def _():
                 plgpu.set_max_registers(LOAD_REGISTERS[WARPGROUPS], action="decrease")
-                self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g))
+                self._load(block, q_g, k_g, v_g, do_g, (start_g, d_start_g), ids_g)
 
         learned = len(self.terms.summed)
         query_arrivals = self.qk.count + 2 + self.visits.values.arrivals + self.terms.arrivals
@@ -238,7 +239,7 @@ class BackwardKernel(abc.ABC):
                 **self._scratch(),
             },
             kernel_name=self.kernel_name if self.with_dq else f"{self.kernel_name}_without_dq",
-        )(*self.operands[:3], d_out, *statistics, *mask_and_logits, *dq_refs)
+        )(*self.operands[:3], d_out, *statistics, query_ids, *mask_and_logits, *dq_refs)
         return tuple(results)
 
     def _block(self, mask_refs, term_refs, scratch, results) -> Block:
@@ -267,14 +268,13 @@ class BackwardKernel(abc.ABC):
         head = block.kv_head * self.problem.group + g
         return Step(head, column * self.block_q, block.visits.is_partial(t, column), is_first, is_last)
 
-    def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics) -> None:
+    def _load(self, block: Block, q_g, k_g, v_g, do_g, statistics, ids_g) -> None:
         s, steps = block.s, block.steps
         tma = types.SimpleNamespace(k=s.k[0], v=s.v[0], q=s.q[0], do=s.do[0])
         keys = {"b": block.b, "row": block.k_at, "rows": self.block_k, "head": block.kv_head}
         load_pieces(k_g, self.qk.refs(tma.k), s.kv_full, **keys)
         load_pieces(v_g, self.vo.refs(tma.v), s.kv_full, **keys)
-        store_ids(s.ids)
-        plgpu.barrier_arrive(s.kv_full)
+        plgpu.copy_gmem_to_smem(ids_g, s.ids, s.kv_full)
 
         def step(g, t):
             i = steps.index(g, t)

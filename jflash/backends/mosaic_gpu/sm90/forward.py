@@ -17,6 +17,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -42,7 +43,6 @@ from jflash.backends.mosaic_gpu.primitives import (
     see_releases,
     slot_of,
     smem_pieces,
-    store_ids,
     store_pieces,
 )
 from jflash.backends.mosaic_gpu.terms import TileTerms
@@ -172,17 +172,18 @@ class _Forward:
     def _call(self, q: jax.Array, k: jax.Array, v: jax.Array, *counters: Any) -> tuple[jax.Array, jax.Array]:
         problem, tiles = self.problem, self.tiles
         dtype, stages, warpgroups, q_slots = problem.dtype, tiles.stages, tiles.warpgroups, self.q_slots
+        column_ids = np.arange(PART_COLUMNS, dtype=np.int32)
         barrier = plgpu.Barrier
         free = barrier(num_arrivals=warpgroups, num_barriers=stages)
         key_arrivals = self.qk.count + self.column_arrivals
 
-        def kernel(q_g, k_g, v_g, *refs, **scratch):
+        def kernel(q_g, k_g, v_g, ids_g, *refs, **scratch):
             counter, refs = (refs[0], refs[1:]) if counters else (None, refs)
             mask_refs, refs = self.visits.take(refs)
             term_refs, (*sinks, out_g, lse_g) = self.terms.take(refs)
             results = {"out": out_g, "lse": lse_g}
             g = types.SimpleNamespace(mask=mask_refs, terms=term_refs, sinks=sinks, counter=counter, **results)
-            self._body((q_g, k_g, v_g), g, types.SimpleNamespace(**scratch))
+            self._body((q_g, k_g, v_g, ids_g), g, types.SimpleNamespace(**scratch))
 
         out, lse = hopper_kernel(
             kernel,
@@ -216,13 +217,14 @@ class _Forward:
                 **self.terms.pair_scratch(),
             },
             kernel_name="jflash_forward_sm90",
-        )(q, k, v, *counters, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
+        )(q, k, v, column_ids, *counters, *self.visits.operands(), *self.terms.operands(), *self._sink_operands())
         return out, lse
 
     def _sink_operands(self) -> tuple[jax.Array, ...]:
         return () if self.sinks is None else (jnp.asarray(self.sinks),)
 
     def _body(self, inputs, g: types.SimpleNamespace, s: types.SimpleNamespace) -> None:
+        q_g, k_g, v_g, ids_g = inputs
         warpgroups = self.tiles.warpgroups
         warpgroup = lax.axis_index("warpgroup")
         tile_at = functools.partial(self._tile, g.mask, lax.min(warpgroup, i32(warpgroups - 1)))
@@ -250,12 +252,11 @@ class _Forward:
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS[warpgroups], action="decrease")
             if self.needs_ids:
-                store_ids(s.ids)
-                plgpu.barrier_arrive(s.ids_full)
+                plgpu.copy_gmem_to_smem(ids_g, s.ids, s.ids_full)
 
             def load(place, number, start):
                 tile = tile_at(place, number, start)
-                load_tile = functools.partial(self._load, tile, inputs, g, s)
+                load_tile = functools.partial(self._load, tile, (q_g, k_g, v_g), g, s)
                 load_tile() if self.tiles.splits == 1 else pl.when(tile.visits.count > 0)(load_tile)
                 return tile.visits.count
 

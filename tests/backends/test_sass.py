@@ -198,7 +198,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     return [
         Config(
             name=f"{kernel}_{name}",
-            max_spill_bytes=24 if is_full else {"": 0, "diagonals": 16, "pairs": 128}.get(terms, 8),
+            max_spill_bytes=24 if is_full else {"": 0, "diagonals": 28, "pairs": 128}.get(terms, 8),
             order=overlap(kernel, tiles, problem, is_pinned=is_pinned) if is_measured else None,
             **own,
         )

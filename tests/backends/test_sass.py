@@ -126,8 +126,8 @@ _WIDE_IN_FLIGHT = (
 
 
 # Of these ptxas 13.0 sinks half of the exponentials behind the pinned wait, though the PTX has them before it. They are
-# faster so than in a fixed order without a counter (0.772 for 0.781 ms at T=4096), and than with a vote of the warp that
-# pins them (0.766 for 0.780; H200, docs/decisions.md, 2026-11-30). With grouped heads that was not measured.
+# faster so than in a fixed order without a counter (0.772 for 0.781 ms at T=4096), and than with a vote of the warp
+# that pins them (0.766 for 0.780; H200, docs/decisions.md, 2026-11-30). With grouped heads that was not measured.
 _SUNK = {"forward_128_128_full_even", "forward_128_128_full_group"}
 
 

@@ -80,29 +80,31 @@ def _save(backend: Backend, problem: Problem, tiles: Any, differentiated: Operan
 
 
 def _differentiate(backend: Backend, problem: Problem, tiles: Any, residuals: tuple, cotangents: Attended) -> tuple:
-    operands, (out, lse), learned = residuals
+    operands, attended, learned = residuals
     problem = dataclasses.replace(problem, learned=learned.flags)
-    d_out, d_lse = map(_instantiate, cotangents)
-    delta = delta_of(out, d_out, d_lse)
+    has_d_lse = not isinstance(cotangents.lse, jax.custom_derivatives.SymbolicZero)
+    cotangents = Attended(_instantiate(cotangents.out), cotangents.lse if has_d_lse else None)
 
-    def backward(operands: Operands, *statistics: Array) -> tuple[Array, ...]:
-        *gradients, values = backend.backward(problem_of(problem, operands), tiles, operands, *statistics)
+    def backward(operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array | None = None) -> tuple:
+        own = problem_of(problem, operands), tiles, operands
+        *gradients, values = backend.backward(*own, Attended(out, lse), Attended(d_out, d_lse))
         return *gradients, *values
 
     def axes_of_results(operands: Operands) -> tuple[str, ...]:
         learned = learned_arrays(problem, operands)
         return "BTNH", "BSKH", "BSKD", *(gradient_axes(array, axes) for array, axes in learned)
 
-    statistics, axes = (lse, d_out, delta), ("BNT", "BTND", "BNT")
+    results, axes = (*attended, *(x for x in cotangents if x is not None)), ("BTND", "BNT") * 2
     dq, dk, dv, *d_values = _batched_and_partitioned(
-        backend.name, backward, operands, statistics, axes, axes_of_results, problem.learned
+        backend.name, backward, operands, results, axes[: len(results)], axes_of_results, problem.learned
     )
     dq, dk, dv = (sum_to(gradient, operand) for gradient, operand in zip((dq, dk, dv), operands))
     d_values = [
         sum_to(_sum_like(gradient, array), array)
         for gradient, (array, _) in zip(d_values, learned_arrays(problem, operands), strict=True)
     ]
-    return (Operands(q=dq, k=dk, v=dv, terms=_d_terms(problem, operands, d_values, lse, delta), mask=None),)
+    d_terms = _d_terms(problem, operands, d_values, attended, cotangents)
+    return (Operands(q=dq, k=dk, v=dv, terms=d_terms, mask=None),)
 
 
 _attention.defvjp(_save, _differentiate, symbolic_zeros=True)
@@ -121,7 +123,7 @@ def _sum_like(gradient: Array, array: Array) -> Array:
 
 
 def _d_terms(
-    problem: Problem, operands: Operands, d_values: list[Array], lse: Array, delta: Array
+    problem: Problem, operands: Operands, d_values: list[Array], attended: Attended, cotangents: Attended
 ) -> ScoreTerms | None:
     """The cotangents of the terms, None where nobody asks for one."""
     if not any(problem.learned):
@@ -130,8 +132,10 @@ def _d_terms(
     rest = iter(d_values)
     nothing = jax.tree.map(lambda _: None, operands.terms)
     bias, functions = jax.tree.map(lambda is_wanted: next(rest) if is_wanted else None, (flags.bias, flags.functions))
-    sinks = sum_to(d_sinks(operands.sinks, lse, delta), operands.sinks) if flags.sinks else None
-    return nothing._replace(bias=bias, functions=functions, sinks=sinks)
+    if not flags.sinks:
+        return nothing._replace(bias=bias, functions=functions)
+    sinks = d_sinks(operands.sinks, attended.lse, delta_of(attended, cotangents))
+    return nothing._replace(bias=bias, functions=functions, sinks=sum_to(sinks, operands.sinks))
 
 
 def _batched_and_partitioned(

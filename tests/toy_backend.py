@@ -16,7 +16,7 @@ from jflash.backends.protocol import Backend, Gradients, Operands, gradient_axes
 from jflash.hardware import Hardware
 from jflash.masks.mask import Value
 from jflash.numerics.logits import logits
-from jflash.numerics.online_softmax import Attended
+from jflash.numerics.online_softmax import Attended, delta_of
 from jflash.numerics.varying import result_struct
 from jflash.problem import Problem
 from jflash.scores import streamed
@@ -154,7 +154,9 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     return Attended(out.astype(problem.out_dtype), lse)
 
 
-def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, delta) -> Gradients:
+def _backward(
+    problem: Problem, tiles: None, operands: Operands, attended: Attended, cotangents: Attended
+) -> Gradients:
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     # Each program writes the share of its query head; the group is summed in float32.
     results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]
@@ -165,7 +167,7 @@ def _backward(problem: Problem, tiles: None, operands: Operands, lse, d_out, del
     # Of diagonals that of each pair, which is summed below.
     results += [((B, N, T, S), "BNTS") if axes == "BND" else ((B, N, *array.shape[2:]), axes) for array, axes in wanted]
     kernel = functools.partial(_backward_kernel, learned)
-    extra = (lse, d_out, delta)
+    extra = (attended.lse, cotangents.out, delta_of(attended, cotangents))
     found = _call("toy_backward", kernel, problem, operands, extra, ("BNT", "BTND", "BNT"), results)
     dq, dk, dv, *d_values = found
     dk, dv = (x.reshape(B, S, K, problem.group, -1).sum(3) for x in (dk, dv))

@@ -18,7 +18,7 @@ from jflash.backends.protocol import (
     learned_arrays,
     with_learned_arrays,
 )
-from jflash.numerics.online_softmax import Attended, delta_of
+from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import like
 from jflash.problem import Problem
 
@@ -46,11 +46,13 @@ def per_platform(own: Backend, platform: str, other: Backend, other_tiles: Any) 
             return jax.lax.platform_dependent(operands, default=runs[1], **{platform: runs[0]})
         return _choose(*runs, operands, platform=platform)
 
-    def backward(problem: Problem, tiles: Any, operands: Operands, lse: Array, d_out: Array, delta: Array) -> Gradients:
+    def backward(
+        problem: Problem, tiles: Any, operands: Operands, attended: Attended, cotangents: Attended
+    ) -> Gradients:
         def run_own(*arguments: Any) -> Gradients:
             return own.backward(problem, tiles, *arguments)
 
-        def run_other(operands: Operands, lse: Array, d_out: Array, delta: Array) -> Gradients:
+        def run_other(operands: Operands, attended: Attended, cotangents: Attended) -> Gradients:
             def call(q: Array, k: Array, v: Array, learned: list[Array]) -> Attended:
                 own = with_learned_arrays(problem, operands._replace(q=q, k=k, v=v), learned)
                 return other.forward(problem, other_tiles, own)
@@ -63,13 +65,13 @@ def per_platform(own: Backend, platform: str, other: Backend, other_tiles: Any) 
                 return jnp.broadcast_to(x.astype(jnp.promote_types(x.dtype, jnp.float32)), shape)
 
             learned = [for_each_head(*leaf) for leaf in learned_arrays(problem, operands)]
-            arrays = like((*operands[:3], learned), (operands, lse, d_out, delta))
-            attended, pull = jax.vjp(call, *arrays)
-            d_lse = delta_of(attended.out, d_out, delta)
-            *gradients, d_learned = pull(Attended(d_out.astype(problem.out_dtype), d_lse.astype(lse.dtype)))
+            arrays = like((*operands[:3], learned), (operands, attended, cotangents))
+            own, pull = jax.vjp(call, *arrays)
+            d_lse = jnp.zeros_like(own.lse) if cotangents.lse is None else cotangents.lse
+            *gradients, d_learned = pull(Attended(cotangents.out.astype(problem.out_dtype), d_lse))
             return Gradients(*gradients, tuple(d_learned))
 
-        return _choose(run_own, run_other, operands, lse, d_out, delta, platform=platform)
+        return _choose(run_own, run_other, operands, attended, cotangents, platform=platform)
 
     return Backend(
         name=own.name, supports=own.supports, forward=forward, backward=None if own.backward is None else backward

@@ -93,8 +93,9 @@ class Backend:
       default_tiles: the tiles for a problem; None where the backend has none.
       forward: (problem, tiles, operands) to out, in `problem.out_dtype`, and lse; lse is None where the backend has
         none, which only a backend without `backward` may do, and only where `problem.lse` does not ask for it.
-      backward: (problem, tiles, operands, lse, d_out, delta) to the cotangents of q, k, v; delta (B, N, T) float32 is
-        the sum of d_out * out less the cotangent of lse. None where JAX differentiates `forward` itself.
+      backward: (problem, tiles, operands, attended, cotangents) to the cotangents of q, k, v, from what `forward` gave
+        and the cotangents of that; that of lse is None where nobody has one. None where JAX differentiates `forward`
+        itself.
       tiles_type: the type of `tiles=` that it takes; None where it takes none.
       notes: what a user should know of how it computes a problem that it takes; `explain` tells.
       tuned_kernels: the fields of the tiles that a tuning table may set for a problem, each a record for one kernel, of
@@ -106,7 +107,7 @@ class Backend:
     name: str
     supports: Callable[[Problem, Hardware], str | None]
     forward: Callable[[Problem, Any, Operands], Attended]
-    backward: Callable[[Problem, Any, Operands, Array, Array, Array], Gradients] | None = None
+    backward: Callable[[Problem, Any, Operands, Attended, Attended], Gradients] | None = None
     default_tiles: Callable[[Problem, Hardware], Any] = lambda problem, hardware: None
     tiles_type: type | None = None
     notes: Callable[[Problem], tuple[str, ...]] = lambda problem: ()

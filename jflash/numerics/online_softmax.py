@@ -17,25 +17,25 @@ class Attended(NamedTuple):
     Attributes:
       out: (B, T, N, Hv), 0 for a query that sees no key.
       lse: (B, N, T), natural log of the sum of exponentials of the logits; -inf for a query that sees no key. None only
-        between a backend that has none and a call that wants none.
+        between a backend that has none and a call that wants none, and as a cotangent.
     """
 
     out: Float[Array, "*B T N Hv"]
     lse: Float[Array, "*B N T"] | None
 
 
-def delta_of(
-    out: Float[Array, "B T N Hv"], d_out: Float[Array, "B T N Hv"], d_lse: Float[Array, "B N T"]
-) -> Float[Array, "B N T"]:
-    """The sum of d_out * out less d_lse, in the dtype of d_lse: ds = p * (dp - delta).
+def delta_of(attended: Attended, cotangents: Attended) -> Float[Array, "B N T"]:
+    """The sum of d_out * out less d_lse, in the dtype of lse: ds = p * (dp - delta).
 
-    The cotangent of lse adds p * d_lse to ds, so it only shifts delta (FlashAttention-2, algorithm 2, line 4). The
-    function is its own inverse: from delta it gives d_lse.
+    The cotangent of lse adds p * d_lse to ds, so it only shifts delta (FlashAttention-2, algorithm 2, line 4); it is
+    None where nobody has one.
     """
+    (out, lse), (d_out, d_lse) = attended, cotangents
     # A query that sees no key gives 0, and what is 0 has no share, also where its cotangent is NaN.
-    product = jnp.where(out == 0, 0, d_out.astype(d_lse.dtype) * out.astype(d_lse.dtype))
+    product = jnp.where(out == 0, 0, d_out.astype(lse.dtype) * out.astype(lse.dtype))
     # A product and a sum: as a batched dot of vectors XLA may hand it to a matmul library.
-    return product.sum(-1).swapaxes(1, 2) - d_lse
+    delta = product.sum(-1).swapaxes(1, 2)
+    return delta if d_lse is None else delta - d_lse
 
 
 def add_sink(lse: Float[Array, "*rows"], sink: Float[Array, "*#rows"]) -> Float[Array, "*rows"]:

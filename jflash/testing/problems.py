@@ -9,6 +9,7 @@ import numpy as np
 from jflash.backends.protocol import Operands
 from jflash.masks import Mask
 from jflash.masks.mask import MaskStructure
+from jflash.numerics.online_softmax import Attended
 from jflash.numerics.precision import compute_dtype
 from jflash.problem import Problem, terms_of
 from jflash.scores import ScoreTerms, StreamedDropout, dropout_of, per_head, score_functions
@@ -60,8 +61,8 @@ def operand_shapes(problem: Problem) -> Operands:
     return Operands(q, k, v, terms, p.mask.mask)
 
 
-def backward_shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of what `backward` takes after the operands: lse, d_out, delta."""
-    p = problem
-    row = jax.ShapeDtypeStruct((p.B, p.N, p.T), np.float32)
-    return row, jax.ShapeDtypeStruct((p.B, p.T, p.N, p.Hv), p.dtype), row
+def backward_shapes(problem: Problem) -> tuple[Attended, Attended]:
+    """Shapes and dtypes of what `backward` takes after the operands, without a cotangent of lse."""
+    shape, lse = (problem.B, problem.T, problem.N, problem.Hv), (problem.B, problem.N, problem.T)
+    attended = Attended(jax.ShapeDtypeStruct(shape, problem.out_dtype), jax.ShapeDtypeStruct(lse, np.float32))
+    return attended, Attended(jax.ShapeDtypeStruct(shape, problem.dtype), None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.backends.protocol import Backend, Operands
-from jflash.numerics.online_softmax import delta_of
+from jflash.numerics.online_softmax import Attended
 from jflash.testing.budget import Results, measure, plain_of, truth_of
 from jflash.testing.inputs import Inputs, random_inputs
 from jflash.testing.problems import pose
@@ -74,7 +74,7 @@ class Runner:
         self._inputs = random_inputs(workload, seed=seed)
         _, self._mask = pose(workload)
         self._heads = _first_and_last(workload)
-        self._statistics: dict[Any, tuple[Any, ...]] = {}
+        self._attended: dict[Any, Attended] = {}
 
     def kernel(self, kernel: str, formula: Any) -> Kernel:
         """How tiles of this kernel are tried; other kernels have those of the formula."""
@@ -97,10 +97,9 @@ class Runner:
         if kernel == "forward":
             function = jax.jit(functools.partial(self.backend.forward, problem, tiles))
             return Program(function.lower(operands).compile(), (operands,), ("out", "lse"))
-        if formula not in self._statistics:
-            out, lse = jax.jit(functools.partial(self.backend.forward, problem, formula))(operands)
-            self._statistics[formula] = lse, i.d_out, jax.jit(delta_of)(out, i.d_out, i.d_lse)
-        arguments = operands, *self._statistics[formula]
+        if formula not in self._attended:
+            self._attended[formula] = jax.jit(functools.partial(self.backend.forward, problem, formula))(operands)
+        arguments = operands, self._attended[formula], Attended(i.d_out, i.d_lse)
         function = jax.jit(functools.partial(self.backend.backward, problem, tiles))
         return Program(function.lower(*arguments).compile(), arguments, ("dq", "dk", "dv"))
 

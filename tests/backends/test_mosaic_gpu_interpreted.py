@@ -279,10 +279,6 @@ def interpretable(problem: Problem, **changed: dict[str, Any]) -> mosaic_gpu.Hop
     return dataclasses.replace(tiles, inline_ptx=False, **parts)
 
 
-def delta_of(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
-    return jnp.einsum("btnd,btnd->bnt", d_out, out, preferred_element_type=jnp.float32) - d_lse
-
-
 @pytest.fixture(autouse=True)
 def unpartitioned(monkeypatch):
     """Without `custom_partitioning`, which cannot hold the ordered effects of interpretation (JAX 0.11.2, 0.12.0)."""
@@ -498,12 +494,11 @@ def test_backward_tiles(workload, changed):
     tiles = interpretable(problem, backward=changed)
     inputs, truth, _ = oracle(workload)
 
-    def run(operands, lse, d_out, delta):
-        return mosaic_gpu.backward(problem, tiles, operands, lse, d_out, delta)[:3]
+    def run(operands, attended, cotangents):
+        return mosaic_gpu.backward(problem, tiles, operands, attended, cotangents)[:3]
 
-    out, lse = (jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse"))
-    delta = delta_of(out, inputs.d_out.astype(jnp.float32), inputs.d_lse)
-    found = interpret(run, operands_of(workload), lse, inputs.d_out, delta)
+    attended = Attended(*(jnp.asarray(truth[name], jnp.float32) for name in ("out", "lse")))
+    found = interpret(run, operands_of(workload), attended, Attended(inputs.d_out, inputs.d_lse))
     assert_within_budget(workload, tuple(found), RESULTS[2:])
 
 

@@ -264,14 +264,14 @@ def test_inside_shard_map(where):
     assert_close(jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v), jax.grad(wanted, (0, 1, 2))(q, k, v), factor=128)
 
 
-def dense_backward(problem, tiles, operands, lse, d_out, delta):
+def dense_backward(problem, tiles, operands, attended, cotangents):
     """The backward pass of the reference as a kernel's: from the statistics, one device's share of each gradient."""
-    own = like(operands[:3], (operands, lse, d_out, delta))
-    attended, pull = jax.vjp(
+    own = like(operands[:3], (operands, attended, cotangents))
+    _, pull = jax.vjp(
         lambda q, k, v: reference.BACKEND.forward(problem, None, operands._replace(q=q, k=k, v=v)), *own
     )
-    d_lse = jnp.einsum("btnd,btnd->bnt", d_out, attended.out) - delta
-    return Gradients(*pull(Attended(d_out, d_lse)))
+    d_lse = jnp.zeros_like(attended.lse) if cotangents.lse is None else cotangents.lse
+    return Gradients(*pull(Attended(cotangents.out, d_lse)))
 
 
 @pytest.mark.parametrize("planned", ["cpu", "cuda"])

@@ -20,7 +20,7 @@ from jflash.backends import registry
 from jflash.backends.protocol import Backend, Gradients
 from jflash.cli import main
 from jflash.cli.tune import calls_of
-from jflash.numerics.online_softmax import Attended, delta_of
+from jflash.numerics.online_softmax import Attended
 from jflash.testing.workloads import Workload
 from jflash.tuning.runner import Runner, _first_and_last, _of_heads
 from jflash.tuning.search import Kernel
@@ -67,12 +67,11 @@ def forward(problem, tiles, operands):
     return Attended(spoiled(out, tiles.forward), lse)
 
 
-def backward(problem, tiles, operands, lse, d_out, delta):
+def backward(problem, tiles, operands, attended, cotangents):
     dense = registry.get("reference")
     attend = lambda q, k, v: dense.forward(problem, None, operands._replace(q=q, k=k, v=v))  # noqa: E731
-    (out, _), pull = jax.vjp(attend, *operands[:3])
-    # `delta_of` is its own inverse: from delta it gives the cotangent of lse.
-    dq, dk, dv = pull(Attended(d_out, delta_of(out, d_out, delta)))
+    _, pull = jax.vjp(attend, *operands[:3])
+    dq, dk, dv = pull(cotangents)
     return Gradients(dq, spoiled(dk, tiles.backward), dv)
 
 

@@ -129,14 +129,15 @@ def smem_pieces(leading: tuple[int, ...], rows: int, pieces: Pieces, dtype: np.d
     """
     shape = (*leading, pieces.count, rows, pieces.width)
     for_wgmma = smem_tiles(shape, dtype)
-    untiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(_SWIZZLE_BYTES),))
+    untiled = plgpu.SMEM(shape, dtype, transforms=for_wgmma.transforms[1:])
     return for_wgmma if pieces.is_tiled else untiled, for_wgmma
 
 
 def smem_tiles(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Shared memory of shape (..., rows, columns) for WGMMA, and for TMA of arrays whose sizes fit the tiles."""
-    tiling = plgpu.TilingTransform((TILE_ROWS, _SWIZZLE_BYTES // dtype.itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE_BYTES)))
+    swizzle_bytes = min(_SWIZZLE_BYTES, shape[-1] * dtype.itemsize)
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle_bytes // dtype.itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle_bytes)))
 
 
 def smem_bytes(scratch_types: Any, *, reduces: bool) -> int:
@@ -162,6 +163,8 @@ def hopper_kernel(
     **options: Any,
 ) -> Callable[..., Any]:
     """`plgpu.kernel` with so many blocks of threads, of so many warpgroups that compute and one that loads.
+
+    Where `warpgroups` is 0, that one computes too.
 
     Raises:
       ArgumentError: the scratch memory that these tiles need is more than a block can have.

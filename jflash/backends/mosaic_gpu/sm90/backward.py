@@ -12,50 +12,52 @@ from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_pairs import d_pairs
+from jflash.backends.mosaic_gpu.sm90.backward_start import start
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
 from jflash.backends.protocol import Gradients, Operands, gradient_axes, learned_arrays
 from jflash.masks.live import every_query_sees_a_key, zero_dead_keys
 from jflash.masks.mask import Value
+from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import like
 from jflash.problem import Problem
 
 # The widest head of which one warpgroup holds dK and dV of 64 keys.
 NARROW = 128
-# Statistics are stored for whole tiles of queries, of any size.
-_STATISTICS_MULTIPLE = 128
 
 
 def backward(
     problem: Problem,
     tiles: HopperTiles,
     operands: Operands,
-    lse: Float[Array, "B N T"],
-    d_out: Float[Array, "B T N Hv"],
-    delta: Float[Array, "B N T"],
+    attended: Attended,
+    cotangents: Attended,
 ) -> Gradients:
-    """dq, dk and dv from the saved lse; see the kernels."""
+    """dq, dk and dv from the saved out and lse; see the kernels."""
     T, S = problem.T, problem.S
     q, k, v, _, mask = operands
+    d_out = cotangents.out
     # 0 times what a dead key or a dead query holds must be 0.
     k, v = zero_dead_keys(k, v, mask=mask, T=T, S=S)
     if not every_query_sees_a_key(mask, T=T, S=S):
         # A query whose keys, beside its sink, do not show in the lse has no gradient that would show.
         least = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
-        live = (lse > least).swapaxes(1, 2)[..., None]
+        live = (attended.lse > least).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
     operands = operands._replace(q=q, k=k, v=v)
     is_wide = max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < WARPGROUPS * WARPGROUP_ROWS
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
-    statistics = _statistics(problem, lse, delta, unit=kernel.terms.unit)
     # Sizes and indices are 32 bits in the kernels; with x64 on, plain numbers would become 64.
     with jax.enable_x64(False):
-        if problem.deterministic:
+        dq_columns = None if problem.deterministic else kernel.dq_columns
+        of_both = problem, attended, cotangents
+        statistics, zeros = start(*of_both, unit=kernel.terms.unit, dq_columns=dq_columns, like=operands)
+        if zeros is None:
             d_q, (d_k, d_v, *sums) = dq(problem, tiles, operands, statistics, d_out), kernel(statistics, d_out, None)
         else:
-            d_q, d_k, d_v, *sums = _with_dq(kernel, problem, operands, statistics, d_out)
+            d_q, d_k, d_v, *sums = _with_dq(kernel, problem, statistics, d_out, zeros)
         learned = learned_arrays(problem, operands)
         own = problem, operands, statistics, d_out
         of_bias = [d_pairs(*own, shared=operands.bias.shape[:2])] if kernel.terms.learns_pairs else []
@@ -70,9 +72,8 @@ def backward(
 
 
 def _with_dq(
-    kernel: BackwardKernel, problem: Problem, operands: Operands, statistics: tuple[Array, Array], d_out: Array
+    kernel: BackwardKernel, problem: Problem, statistics: tuple[Array, Array], d_out: Array, zeros: Array
 ) -> tuple[Array, ...]:
-    zeros = jnp.zeros((problem.B * problem.N, statistics[0].shape[-1], kernel.dq_columns), jnp.float32)
     sums, *rest = from_zeros(lambda dq_ref: kernel(statistics, d_out, dq_ref), zeros, kernel.out_types)
     sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
@@ -103,16 +104,3 @@ def _values(
         return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
 
     return *of_bias, *(of(*leaf) for leaf in learned[len(of_bias) :])
-
-
-def _statistics(problem: Problem, lse: Array, delta: Array, *, unit: float) -> tuple[Array, Array]:
-    """-lse / unit and -delta, (B, N, T rounded up), where the accumulators of S and dP start.
-
-    They are -inf and 0 where no query sees anything. Two arrays: XLA computes one of both, and delta with it, in
-    0.24 ms instead of 0.1 (H200, T=16384, N=16, 2026-11-30).
-    """
-    dead = lse == -jnp.inf
-    start = jnp.where(dead, -jnp.inf, lse * np.float32(-1 / unit))
-    d_start = jnp.where(dead, 0, -delta)
-    padding = (0, 0), (0, 0), (0, -problem.T % _STATISTICS_MULTIPLE)
-    return jnp.pad(start, padding, constant_values=-np.inf), jnp.pad(d_start, padding)

@@ -154,9 +154,7 @@ def _forward(problem: Problem, tiles: None, operands: Operands) -> Attended:
     return Attended(out.astype(problem.out_dtype), lse)
 
 
-def _backward(
-    problem: Problem, tiles: None, operands: Operands, attended: Attended, cotangents: Attended
-) -> Gradients:
+def _backward(problem: Problem, tiles: None, operands: Operands, attended: Attended, cotangents: Attended) -> Gradients:
     B, T, S, N, K = problem.B, problem.T, problem.S, problem.N, problem.K
     # Each program writes the share of its query head; the group is summed in float32.
     results = [((B, T, N, problem.H), "BTNH"), ((B, S, N, problem.H), "BSNH"), ((B, S, N, problem.Hv), "BSND")]

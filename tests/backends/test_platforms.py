@@ -267,9 +267,7 @@ def test_inside_shard_map(where):
 def dense_backward(problem, tiles, operands, attended, cotangents):
     """The backward pass of the reference as a kernel's: from the statistics, one device's share of each gradient."""
     own = like(operands[:3], (operands, attended, cotangents))
-    _, pull = jax.vjp(
-        lambda q, k, v: reference.BACKEND.forward(problem, None, operands._replace(q=q, k=k, v=v)), *own
-    )
+    _, pull = jax.vjp(lambda q, k, v: reference.BACKEND.forward(problem, None, operands._replace(q=q, k=k, v=v)), *own)
     d_lse = jnp.zeros_like(attended.lse) if cotangents.lse is None else cotangents.lse
     return Gradients(*pull(Attended(cotangents.out, d_lse)))
 

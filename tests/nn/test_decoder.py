@@ -223,11 +223,13 @@ def test_generate_over_a_mesh(kind):
 
 
 def losses(backend: str, dtype: str, steps: int) -> np.ndarray:
-    """The loss at each step of training on sequences that count up, from different numbers and by different steps."""
-    config = dataclasses.replace(
-        CONFIG, attention=dataclasses.replace(ATTENTION, backend=backend, window=(6, 0), qk_norm="rms_norm")
-    )
-    parameters, model = split(make(config))
+    """The loss at each step of training on sequences that count up, from different numbers and by different steps.
+
+    Parameters are in float32 where `dtype` is narrower.
+    """
+    own = {"backend": backend, "head_dim": 8, "window": (6, 0), "qk_norm": "rms_norm"}
+    own |= {"dtype": dtype, "param_dtype": "float32"} if dtype == "bfloat16" else {}
+    parameters, model = split(make(dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, **own))))
     parameters = widened(parameters) if dtype == "float64" else parameters
     generator = np.random.default_rng(1)
     first, by = generator.integers(0, VOCAB, (2, steps, 8, 1))
@@ -244,14 +246,21 @@ def losses(backend: str, dtype: str, steps: int) -> np.ndarray:
     return np.asarray(jax.jit(lambda carry, data: jax.lax.scan(step, carry, data)[1])(carry, data), np.float64)
 
 
-@pytest.mark.slow
-def test_training_curves_agree():
-    """200 steps: `xla` is no farther from training in float64 than the error rule lets it be beside `reference`."""
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param("xla", "float32", marks=pytest.mark.slow),
+        pytest.param("xla", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("mosaic_gpu", "bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+def test_training_curves_agree(backend, dtype):
+    """200 steps: no farther from training in float64 than the error rule lets it be beside `reference`."""
     steps = 200
     with jax.numpy_dtype_promotion("standard"):  # for Flax's norms in float64
-        found, plain = (losses(backend, "float32", steps) for backend in ("xla", "reference"))
+        found, plain = (losses(own, dtype, steps) for own in (backend, "reference"))
         with jax.enable_x64(True):
             truth = losses("reference", "float64", steps)
     assert truth[-10:].mean() < 0.5 * truth[:10].mean()
-    rows = measure({"loss": found}, truth={"loss": truth}, plain={"loss": plain}, dtype="float32")
+    rows = measure({"loss": found}, truth={"loss": truth}, plain={"loss": plain}, dtype=dtype)
     assert all(row.within for row in rows), "\n".join(map(str, rows))

@@ -172,7 +172,8 @@ def test_operands_are_less_than_all_that_a_kernel_takes(kernel, record, H, Hv, m
     monkeypatch.setattr(primitives, "named", lambda name: dataclasses.replace(H200, smem_bytes_per_block=2**30))
     monkeypatch.setattr(primitives, "smem_bytes", lambda *a, **k: taken.append(count(*a, **k)) or taken[-1])
     candidates.trace(problem, tiles, kernel)
-    assert 0 <= taken[0] - record.operand_bytes(H, Hv) <= 80 * 1024
+    # Of a backward pass the first kernel is that for what accumulators start at.
+    assert 0 <= taken[kernel != "forward"] - record.operand_bytes(H, Hv) <= 80 * 1024
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------

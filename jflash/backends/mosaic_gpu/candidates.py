@@ -16,6 +16,7 @@ from jflash.backends.mosaic_gpu.tiles import HEAD_GROUPS, BackwardTiles, DqTiles
 from jflash.backends.protocol import Operands
 from jflash.errors import ArgumentError
 from jflash.hardware import Hardware
+from jflash.numerics.online_softmax import Attended
 from jflash.problem import Problem
 
 # What of the registers of a thread accumulators may take: the default tiles of all kernels come to it at some head dim,
@@ -88,13 +89,13 @@ def trace(problem: Problem, tiles: HopperTiles, kernel: str) -> None:
     """
     p = problem
     sizes = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), (p.B, p.S, p.K, p.Hv), (p.B, p.T, p.N, p.Hv)
-    q, k, v, d_out = (jax.ShapeDtypeStruct(size, p.dtype) for size in sizes)
-    row = jax.ShapeDtypeStruct((p.B, p.N, p.T), np.float32)
+    q, k, v, out = (jax.ShapeDtypeStruct(size, p.dtype) for size in sizes)
+    attended = Attended(out, jax.ShapeDtypeStruct((p.B, p.N, p.T), np.float32))
     operands = Operands(q, k, v, None, p.mask.mask)
     if kernel == "forward":
         jax.eval_shape(functools.partial(forward, p, tiles), operands)
     else:
-        jax.eval_shape(functools.partial(backward, p, tiles), operands, row, d_out, row)
+        jax.eval_shape(functools.partial(backward, p, tiles), operands, attended, Attended(out, None))
 
 
 def _changes(own: Any, kernel: str, hardware: Hardware) -> Iterator[dict[str, Any]]:

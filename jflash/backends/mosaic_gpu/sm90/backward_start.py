@@ -8,7 +8,6 @@ XLA has three (docs/decisions.md, 2026-11-30).
 import types
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp

@@ -75,6 +75,15 @@ def scaled_by_pairs(s, b, n, q, k, of_pairs, of_keys):
     return s * of_pairs[b, q, k] + of_keys[k]
 
 
+def scaled_by_queries(s, b, n, q, k, of_queries, of_rows, of_keys):
+    return s * of_queries[n, q] + of_rows[b, q] * of_keys[k]
+
+
+def with_poles_of_queries(s, b, n, q, k, of_queries):
+    """Infinite past the last query, where kernels have zeros."""
+    return s + jnp.log(of_queries[q]) / of_queries[q]
+
+
 def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
 
@@ -178,6 +187,43 @@ WORKLOADS = [
         K=1,
         H=40,
     ),
+    # A number for each query: of every head, and of every batch row beside one for each key; of all, with poles; where
+    # warpgroups split the columns of a head.
+    workload(
+        "queries",
+        score_fn=scaled_by_queries,
+        score_args=(draw(2, 140), draw(1, 140), draw(110)),
+        mask=Causal(offset=-20),
+        T=140,
+        S=110,
+        N=2,
+        K=1,
+    ),
+    workload(
+        "queries_with_poles",
+        score_fn=with_poles_of_queries,
+        score_args=(draw(70),),
+        softcap=3.0,
+        dropout_rate=0.2,
+        mask=Segments(UNSORTED[:, :70], UNSORTED[:, :150]),
+        B=2,
+        T=70,
+        S=150,
+        N=2,
+        H=40,
+        Hv=72,
+    ),
+    workload(
+        "queries_wide",
+        score_fn=scaled_by_queries,
+        score_args=(draw(1, 72), draw(1, 72), draw(133)),
+        alibi_slopes=(1,),
+        mask=Lengths(q=int32(60), kv=int32(111)),
+        T=72,
+        S=133,
+        H=136,
+        Hv=200,
+    ),
     workload(
         "diagonals_and_bias",
         score_fn=T5,
@@ -242,6 +288,22 @@ WORKLOADS = [
     ),
     workload("dense_for_keys", mask=Dense(RANDOM[:, :1, :1, :150]), B=2, T=70, S=150, N=2, H=72),
     workload("bias_of_keys", bias=(2, 1, 1, 150), sinks=(2,), mask=Causal(offset=70), B=2, T=80, S=150, N=2),
+    # A bias for each query: of every head and row; of all, in 16 bits; beside numbers for each pair.
+    workload(
+        "bias_of_queries", bias=(2, 2, 140, 1), sinks=(2,), mask=SlidingWindow(60, 9, offset=-30), B=2, T=140, N=2
+    ),
+    workload("bias_of_queries_of_all", bias=(1, 1, 70, 1), bias_dtype="bfloat16", softcap=2.5, B=2, T=70, S=90, N=2),
+    workload(
+        "bias_of_queries_and_pairs",
+        bias=(1, 2, 72, 1),
+        score_fn=scaled_by_pairs,
+        score_args=(draw(1, 72, 200), draw(200)),
+        mask=Dense(RANDOM[:1, :, :72, :200]),
+        T=72,
+        S=200,
+        N=2,
+        H=128,
+    ),
     workload("bias_of_heads_alone", bias=(1, 2, 1, 1), bias_dtype="bfloat16", T=70, S=90, N=2, sinks=(2,)),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
@@ -262,6 +324,8 @@ FAST = (
     "bias",
     "bias_of_rows",
     "bias_of_keys",
+    "bias_of_queries_of_all",
+    "queries",
     "dense",
     "dense_for_keys",
 )

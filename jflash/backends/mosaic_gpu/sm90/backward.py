@@ -12,6 +12,7 @@ from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_pairs import d_pairs
+from jflash.backends.mosaic_gpu.sm90.backward_rows import d_rows
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tile_values import squeezed
 from jflash.backends.mosaic_gpu.tiles import HopperTiles
@@ -64,7 +65,8 @@ def backward(
             (d_diagonals if axes == "BND" else d_pairs)(*own, shared=array.shape[:2], by_value=by_value)
             for (array, axes), by_value in zip(arguments, kernel.terms.learned_arguments, strict=True)
         ]
-    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_bias, of_arguments, sums))
+        of_queries = [d_rows(*own, by_value=by_value) for by_value in kernel.terms.summed_over_keys]
+    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_bias, of_arguments, of_queries, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -88,19 +90,25 @@ def _values(
     learned: list[tuple[Array, str]],
     of_bias: list[Array],
     of_arguments: list[Array],
+    of_queries: list[Float[Array, "B N T"]],
     sums: list[Float[Array, "parts B N padded_S"]],
 ) -> tuple[Array, ...]:
-    """`Gradients.values`, from those of a bias of pairs, which comes first, those of arguments that are on tiles, and
-    parts of the sums over queries that all others are.
+    """`Gradients.values`, from those of a bias of pairs, which comes first, those of arguments that are on tiles, those
+    that are sums over keys, and parts of the sums over queries that all others are.
     """
-    sizes, arguments, sums = {"B": problem.B, "N": problem.N, "S": problem.S}, iter(of_arguments), iter(sums)
+    sizes = {"B": problem.B, "N": problem.N, "T": problem.T, "S": problem.S}
+    arguments, queries, sums = iter(of_arguments), iter(of_queries), iter(sums)
 
     def of(array: Array, axes: str) -> Array:
         if _is_on_tiles(array, axes):
             return next(arguments)
         axes = gradient_axes(array, axes)
-        x = next(sums)[..., : problem.S].sum(0)
-        return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
+        if "T" in axes:
+            x = next(queries)
+        else:
+            x = next(sums)[..., : problem.S].sum(0)
+            x = x if "S" in axes else x.sum(-1)
+        return x.reshape([sizes.get(axis, 1) for axis in axes])
 
     return *of_bias, *(of(*leaf) for leaf in learned[len(of_bias) :])
 

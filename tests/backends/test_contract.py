@@ -69,7 +69,6 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "mosaic_gpu": (
         Refusal(r"for CUDA devices of compute capability 9\.0, not for cpu", platform="cpu"),
         Refusal(r"16 bits and never narrows; q, k and v are float32", dtypes=("float32",)),
-        Refusal(r"no cotangent for each query of a bias", workloads=("bias_row_softcap",)),
         Refusal(r"Hv=12 is no multiple of 8", workloads=("few_keys",)),
     ),
     "cudnn": (

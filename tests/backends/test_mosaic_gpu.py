@@ -76,6 +76,10 @@ def scaled_by_distance(s, b, n, q, k, table):
     return s * (1 + table[b, q - k + 300] / 4)
 
 
+def scaled_by_queries(s, b, n, q, k, x, y):
+    return s * x[n, q] + y[b, q]
+
+
 def near_or_own(b, n, q, k, reach):
     return (abs(q - k) <= reach * (n + 1)) | (k % 7 == b)
 
@@ -112,6 +116,21 @@ TERMS = {
         "alibi_slopes": (4,),
         "mask": MASKS["window"],
     },
+    # Of queries: of every head and of every batch row, of all.
+    "queries": {
+        "score_fn": scaled_by_queries,
+        "score_args": (_DRAW((4, 333)).astype(np.float32), _DRAW((2, 333)).astype(np.float32)),
+        "mask": MASKS["causal_offset"],
+    },
+    "queries_and_dropout": {
+        "score_fn": scaled_by_queries,
+        "score_args": (_DRAW((4, 333)).astype(np.float32), _DRAW((2, 333)).astype(np.float32)),
+        "alibi_slopes": (4,),
+        "sinks": (4,),
+        "dropout_rate": 0.2,
+        "mask": MASKS["documents"],
+    },
+    "bias_of_queries": {"bias": (1, 1, 333, 1), "softcap": 3.0, "mask": MASKS["lengths"], "bias_dtype": "bfloat16"},
     "mask_function": {"mask": MaskFn(near_or_own, per_query=(np.arange(333, dtype=np.int32) % 40,)) & Causal()},
 }
 

@@ -75,6 +75,15 @@ def scaled_by_pairs(s, b, n, q, k, of_pairs, of_keys):
     return s * of_pairs[b, q, k] + of_keys[k]
 
 
+def scaled_by_queries(s, b, n, q, k, of_queries, of_rows, of_keys):
+    return s * of_queries[n, q] + of_rows[b, q] * of_keys[k]
+
+
+def with_poles_of_queries(s, b, n, q, k, of_queries):
+    """Infinite past the last query, where kernels have zeros."""
+    return s + jnp.log(of_queries[q]) / of_queries[q]
+
+
 def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
 
@@ -178,6 +187,43 @@ WORKLOADS = [
         K=1,
         H=40,
     ),
+    # A number for each query: of every head, and of every batch row beside one for each key; of all, with poles; where
+    # warpgroups split the columns of a head.
+    workload(
+        "queries",
+        score_fn=scaled_by_queries,
+        score_args=(draw(2, 140), draw(1, 140), draw(110)),
+        mask=Causal(offset=-20),
+        T=140,
+        S=110,
+        N=2,
+        K=1,
+    ),
+    workload(
+        "queries_with_poles",
+        score_fn=with_poles_of_queries,
+        score_args=(draw(70),),
+        softcap=3.0,
+        dropout_rate=0.2,
+        mask=Segments(UNSORTED[:, :70], UNSORTED[:, :150]),
+        B=2,
+        T=70,
+        S=150,
+        N=2,
+        H=40,
+        Hv=72,
+    ),
+    workload(
+        "queries_wide",
+        score_fn=scaled_by_queries,
+        score_args=(draw(1, 72), draw(1, 72), draw(133)),
+        alibi_slopes=(1,),
+        mask=Lengths(q=int32(60), kv=int32(111)),
+        T=72,
+        S=133,
+        H=136,
+        Hv=200,
+    ),
     workload(
         "diagonals_and_bias",
         score_fn=T5,
@@ -242,6 +288,22 @@ WORKLOADS = [
     ),
     workload("dense_for_keys", mask=Dense(RANDOM[:, :1, :1, :150]), B=2, T=70, S=150, N=2, H=72),
     workload("bias_of_keys", bias=(2, 1, 1, 150), sinks=(2,), mask=Causal(offset=70), B=2, T=80, S=150, N=2),
+    # A bias for each query: of every head and row; of all, in 16 bits; beside numbers for each pair.
+    workload(
+        "bias_of_queries", bias=(2, 2, 140, 1), sinks=(2,), mask=SlidingWindow(60, 9, offset=-30), B=2, T=140, N=2
+    ),
+    workload("bias_of_queries_of_all", bias=(1, 1, 70, 1), bias_dtype="bfloat16", softcap=2.5, B=2, T=70, S=90, N=2),
+    workload(
+        "bias_of_queries_and_pairs",
+        bias=(1, 2, 72, 1),
+        score_fn=scaled_by_pairs,
+        score_args=(draw(1, 72, 200), draw(200)),
+        mask=Dense(RANDOM[:1, :, :72, :200]),
+        T=72,
+        S=200,
+        N=2,
+        H=128,
+    ),
     workload("bias_of_heads_alone", bias=(1, 2, 1, 1), bias_dtype="bfloat16", T=70, S=90, N=2, sinks=(2,)),
 ]
 # Those of which `make test` takes both passes, and those of which it takes the deterministic gradients.
@@ -262,6 +324,8 @@ FAST = (
     "bias",
     "bias_of_rows",
     "bias_of_keys",
+    "bias_of_queries_of_all",
+    "queries",
     "dense",
     "dense_for_keys",
 )
@@ -550,6 +614,37 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
     for filling in (np.nan, np.inf, 1e4):
         for result, found, wanted in zip(RESULTS, results(filling), clean):
             np.testing.assert_array_equal(found, wanted, err_msg=f"{result} with {filling} in dead places")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+def test_what_the_logits_have_for_dead_queries_has_no_influence():
+    sizes = {"T": 37, "S": 141, "N": 2, "H": 16}
+    terms = {"bias": (1, 1, 37, 1), "softcap": 2.0, "score_fn": scaled_by_queries}
+    arrays = draw(2, 37), draw(1, 37), draw(141)
+    w = workload("dead_values", mask=DEAD_MASKS["segments"], score_args=arrays, **terms, **sizes)
+    problem, mask = pose(w)
+    dead = ~np.asarray(mask.allowed(*np.ix_(range(w.T), range(w.S)), b=0)).any(1)
+    assert 0 < dead.sum() < w.T
+    inputs, run = random_inputs(w), both_passes(w, interpretable(problem))
+
+    def results(filling):
+        learned = {
+            "bias": jnp.where(dead[:, None], filling, inputs.bias),
+            "score_arg_0": jnp.where(dead, filling, arrays[0]),
+            "score_arg_1": jnp.where(dead, filling, arrays[1]),
+            "score_arg_2": jnp.asarray(arrays[2]),
+        }
+        operands = Operands(*inputs[:3], terms_with(w, mask, learned), jax.tree.map(jnp.asarray, mask))
+        return interpret(run, operands, learned, inputs.d_out, inputs.d_lse)
+
+    clean = results(0.0)
+    names = *RESULTS, "dbias", "dscore_arg_0", "dscore_arg_1", "dscore_arg_2"
+    of_dead = np.asarray(clean[5])[0, 0, dead], *(np.asarray(x)[:, dead] for x in clean[6:8])
+    assert all(np.all(x == 0) for x in of_dead) and all(np.any(np.asarray(x) != 0) for x in clean)
+    for filling in (np.nan, np.inf, 1e4):
+        for name, found, wanted in zip(names, results(filling), clean, strict=True):
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{name} with {filling} in dead places")
 
 
 # The whole path -------------------------------------------------------------------------------------------------------

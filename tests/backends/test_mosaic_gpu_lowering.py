@@ -227,6 +227,36 @@ def test_a_table_of_diagonals_lowers_with_its_cotangent(H, Hv):
         assert function is mosaic_gpu.forward or "tensor<1x4x22x128x64xf32>" in text
 
 
+def scaled_by_queries(s, b, n, q, k, x, y):
+    return s * x[n, q] + y[q]
+
+
+@pytest.mark.parametrize(
+    ("H", "Hv"),
+    [
+        pytest.param(*pair, marks=() if pair == (256, 256) else pytest.mark.slow)
+        for pair in itertools.product((40, 64, 128, 192, 256), repeat=2)
+    ],
+)
+def test_numbers_for_each_query_lower_with_those_cotangents_that_are_asked_for(H, Hv):
+    own = {"score_fn": scaled_by_queries, "score_args": (np.ones((4, 723), np.float32), np.ones(723, np.float32))}
+    problem, _ = pose(workload(T=723, H=H, Hv=Hv, bias=(2, 1, 723, 1), bias_dtype="bfloat16", **own))
+    assert mosaic_gpu.BACKEND.supports(problem, H200) is None
+    operands, tiles = streamed_shapes(problem), mosaic_gpu.default_tiles(problem, H200)
+    leaves = len(jax.tree.leaves(operands.terms))
+    # Of the bias and the arrays of the function.
+    for asked in ((False, False, False), (True, False, True)):
+        learned = dataclasses.replace(problem, learned=(*asked, *[False] * (leaves - 3)))
+        traced = jax.jit(functools.partial(mosaic_gpu.backward, learned, tiles)).trace(
+            operands, *backward_shapes(problem)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1 + sum(asked)
+        assert ("jflash_backward_rows_sm90" in text) == any(asked)
+        shapes = [array.shape for array in jax.tree.leaves(traced.out_info.values)]
+        assert shapes == [shape for shape, own in zip([(2, 4, 723, 1), (2, 4, 723), (2, 4, 723)], asked) if own]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -406,13 +436,30 @@ def test_gradients_through_shard_map_with_its_default_checks(kind, of_keys, dete
     assert text.count("custom_call @mosaic_gpu") == 2 + deterministic
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
-def test_the_cotangent_of_a_table_through_shard_map(kind):
+def table_of_queries(s, b, n, q, k, table):
+    return s + table[n, q]
+
+
+@pytest.mark.parametrize(
+    ("score_fn", "kernel", "kind"),
+    [
+        (one_table, "diagonals", AxisType.Auto),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (one_table, "diagonals", AxisType.Explicit),
+                (table_of_queries, "rows", AxisType.Auto),
+                (table_of_queries, "rows", AxisType.Explicit),
+            )
+        ),
+    ],
+)
+def test_the_cotangent_of_a_table_through_shard_map(score_fn, kernel, kind):
     """A table that all devices share, and lists of tiles for each device's batch rows and for each distance."""
     mesh, H = mesh_of(kind), 64
 
     def attention(q, k, v, table, ids):
-        terms = {"score_fn": one_table, "score_args": (table,), "mask": Segments(ids)}
+        terms = {"score_fn": score_fn, "score_args": (table,), "mask": Segments(ids)}
         return attend(q, k, v, causal=False, **terms)
 
     def loss(q, k, v, table, ids):
@@ -426,7 +473,7 @@ def test_the_cotangent_of_a_table_through_shard_map(kind):
     with jax.set_mesh(mesh):
         text = lower(jax.grad(loss, (0, 1, 2, 3)), [*arrays, table, ids])
     assert text.count("custom_call @mosaic_gpu") == 3
-    assert "jflash_backward_diagonals_sm90" in text
+    assert f"jflash_backward_{kernel}_sm90" in text
 
 
 @pytest.mark.parametrize("through", ["jit", "vmap", "shard_map"])

@@ -29,7 +29,7 @@ FUNCTIONS = {
     "whole_numbers": (lambda s, b, n, q, k, x: jnp.where(x[abs(q - k)] > n, s, -s), (ones(S, dtype=np.int32),), None),
     "pair": (lambda s, b, n, q, k, x, w: s + x[q, k] * w[n], (ones(T, S), ones(N)), None),
     "pair_of_each": (lambda s, b, n, q, k, x: s * x[b, n, q, k], (ones(2, N, T, S),), None),
-    "query": (lambda s, b, n, q, k, x: s + x[q], (ones(T),), "no cotangent for each query of a score function"),
+    "query": (lambda s, b, n, q, k, x: s + x[q], (ones(T),), None),
     "sum_of_indices": (
         lambda s, b, n, q, k, x: s + x[q + k],
         (ones(T + S),),

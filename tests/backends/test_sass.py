@@ -86,6 +86,10 @@ def table_of_pairs(s, b, n, q, k, table):
     return s * table[q, k]
 
 
+def table_of_queries(s, b, n, q, k, table):
+    return s * table[n, q]
+
+
 # What else makes logits of products; the rest of each is what all heads share.
 TERMS = {
     "bias": {"bias": (1, 16, 4096, 4096)},
@@ -98,6 +102,7 @@ TERMS = {
     },
     "diagonals": {"score_fn": table_of_diagonals, "score_args": (np.zeros((16, 8191), np.float32),)},
     "pairs": {"score_fn": table_of_pairs, "score_args": (np.zeros((4096, 4096), np.float32),)},
+    "queries": {"score_fn": table_of_queries, "score_args": (np.zeros((16, 4096), np.float32),)},
 }
 
 
@@ -166,7 +171,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
         # The kernel for its cotangent runs where somebody asks for that.
         problem, deterministic = (dataclasses.replace(each, learned=(True,)) for each in (problem, deterministic))
     learned = problem, deterministic
-    if terms in ("diagonals", "pairs"):
+    if terms in ("diagonals", "pairs", "queries"):
         # As well, of the array beside the numbers of batch rows and heads. Out is of 16 bits where nobody asks.
         learned = (dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)

@@ -16,6 +16,7 @@ from jflash import flash_attention
 pytestmark = pytest.mark.usefixtures("toy")
 
 SHAPES = [(B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S), (1, N, 1, S), (B, 1, 1, S), (1, N, 1, 1)]
+SHAPES += [(1, 1, T, 1)]
 
 
 def run(q, k, v, d_out, bias, *, backend):
@@ -61,7 +62,7 @@ def test_each_mapped_call_has_its_own_cotangent(shape, is_mapped):
 @pytest.mark.parametrize(
     "shape, kind",
     [
-        *((shape, AxisType.Auto) for shape in (*SHAPES[1:5], SHAPES[6])),
+        *((shape, AxisType.Auto) for shape in (*SHAPES[1:5], *SHAPES[6:])),
         *((SHAPES[i], AxisType.Explicit) for i in (1, 3)),
     ],
 )

@@ -1,4 +1,4 @@
-"""A number for each diagonal beside a kernel: which sums its cotangent takes part in, as in test_bias.py of a bias."""
+"""A number for each diagonal, or query, beside a kernel: which sums its cotangent takes part in, as in test_bias.py."""
 
 import functools
 
@@ -30,8 +30,12 @@ def of_each(s, b, n, q, k, table):
     return s + table[b, n, q - k + S - 1] / (2 + s * s)
 
 
-# For each what the table is, and the axes of its stream.
-TABLES = {of_all: (T + S - 1,), of_heads: (N, 5), of_rows: (B, 2), of_each: (B, N, T + S - 1)}
+def of_queries(s, b, n, q, k, table):
+    return s * table[n, q]
+
+
+# For each the shape of the table.
+TABLES = {of_all: (T + S - 1,), of_heads: (N, 5), of_rows: (B, 2), of_each: (B, N, T + S - 1), of_queries: (N, T)}
 
 
 def run(q, k, v, d_out, table, *, fn, backend, bias=None):
@@ -57,7 +61,10 @@ def test_cotangents(fn):
 
 @pytest.mark.parametrize(
     "fn, is_mapped",
-    cases([(of_all, True), (of_heads, True), (of_heads, False), (of_each, True)], fast=[(of_heads, False)]),
+    cases(
+        [(of_all, True), (of_heads, True), (of_heads, False), (of_each, True), (of_queries, False), (of_queries, True)],
+        fast=[(of_heads, False)],
+    ),
 )
 def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
     """Twice mapped, beside a bias that keeps its batch axis of 1: sums over the rows of a call stay in it."""
@@ -76,7 +83,7 @@ def test_each_mapped_call_has_its_own_cotangent(fn, is_mapped):
     "fn, kind",
     cases(
         [*((fn, AxisType.Auto) for fn in TABLES), *((fn, AxisType.Explicit) for fn in (of_all, of_heads))],
-        fast=[(of_heads, AxisType.Auto), (of_all, AxisType.Explicit)],
+        fast=[(of_heads, AxisType.Auto), (of_queries, AxisType.Auto), (of_all, AxisType.Explicit)],
     ),
 )
 def test_devices_that_share_a_table_add_up_its_cotangent(fn, kind):

@@ -13,7 +13,7 @@ from jflash.backends.mosaic_gpu import argument_tiles
 from jflash.backends.mosaic_gpu.argument_tiles import ArgumentTiles
 from jflash.backends.mosaic_gpu.elementwise import Elementwise, value_and_derivatives
 from jflash.backends.mosaic_gpu.pair_tiles import PairTiles
-from jflash.backends.mosaic_gpu.tile_values import DTYPES, TileValues, squeezed, tile_indices
+from jflash.backends.mosaic_gpu.tile_values import DTYPES, TileValues, length_of, squeezed, tile_indices
 from jflash.backends.protocol import Operands, learned_flags, logit_arrays
 from jflash.errors import ArgumentError
 from jflash.masks.mask import Value
@@ -37,6 +37,7 @@ class TileTerms:
       learns_pairs: somebody asks for its cotangent.
       arguments: on tiles what functions have for each diagonal or pair.
       summed: of the derivatives by floating values, those by which cotangents are summed over queries.
+      summed_over_keys: those by what has a number for each query, whose cotangents are.
       learned_arguments: and those by `arguments` whose cotangents somebody asks for.
 
     Args:
@@ -65,10 +66,10 @@ class TileTerms:
         self._function = _function_of(problem, functions)
         self._dtypes = _dtypes(arrays)
         floats = [i for i, value in enumerate(arrays) if value.array.dtype == np.float32]
-        learned = [(position, self._are_arguments[i]) for position, i in enumerate(floats) if flags[i]]
-        self.summed, self.learned_arguments = (
-            tuple(position for position, is_one in learned if is_one == which) for which in (False, True)
-        )
+        learned = {position: arrays[i] for position, i in enumerate(floats) if flags[i]}
+        self.learned_arguments = tuple(i for i, value in learned.items() if value.axes in argument_tiles.AXES)
+        self.summed_over_keys = tuple(i for i, value in learned.items() if length_of(value) == "T")
+        self.summed = tuple(i for i in learned if i not in (*self.learned_arguments, *self.summed_over_keys))
 
     @property
     def unit(self) -> float:
@@ -182,12 +183,7 @@ def refusal(problem: Problem) -> str | None:
     of_bias = []
     if problem.bias is not None and not problem.has_bias_of_pairs:
         of_bias = [_value(jax.ShapeDtypeStruct(*problem.bias), "BNTS")]
-        if of_bias[0].axes == "BNT":
-            shape, dtype = problem.bias
-            return f"its kernels give no cotangent for each query of a bias, as {dtype}{list(shape)} wants"
-    for array, axes in arrays:
-        if axes == "BNT" and array.dtype == np.float32 and array.shape[-1] > 1:
-            return f"its kernels give no cotangent for each query of a score function yet, as {functions[-1]} wants"
+    for array, _ in arrays:
         if np.dtype(array.dtype) not in DTYPES:
             return f"its kernels take float32, int32 and booleans of a score function, not {array.dtype}"
     evaluate = value_and_derivatives(_function_of(problem, functions), _dtypes([*of_bias, *arrays]))

@@ -37,6 +37,11 @@ def squeezed(value: Value) -> Value:
     return Value(jax.ShapeDtypeStruct(shape, array.dtype) if is_described else array.reshape(shape), axes)
 
 
+def length_of(value: Value) -> str | None:
+    """The axis along which the numbers of such an array differ, "T" or "S"; None where it is that of neither."""
+    return value.axes[-1] if value.axes[-1:] in ("T", "S") and value.array.shape[-1] > 1 else None
+
+
 class Columns(NamedTuple):
     """Where shared memory has what belongs to the columns of a tile, if the warpgroup that loads brought it there.
 
@@ -63,7 +68,7 @@ class TileValues:
         self._blocks = {"T": tile_map.block_q, "S": tile_map.block_k}
         self._row, self._column = "ST" if self._is_transposed else "TS"
         # Those that differ from column to column. Rows are those of a warpgroup's own part, and stay the same.
-        self._of_columns = [i for i, value in enumerate(self._values) if self._length(value) == self._column]
+        self._of_columns = [i for i, value in enumerate(self._values) if length_of(value) == self._column]
 
     @property
     def count(self) -> int:
@@ -117,7 +122,7 @@ class TileValues:
             return plgpu.load(staged, layout=BY_COLUMN)
 
         def on_tile(i: int, value: Value, ref: Any) -> Any:
-            index, length = self._index(i, ref, b=b, n=n), self._length(value)
+            index, length = self._index(i, ref, b=b, n=n), length_of(value)
             if length == self._column:
                 x = along_columns(of_column(i, ref, index), shape)
             elif length == self._row:
@@ -128,10 +133,6 @@ class TileValues:
 
         return [on_tile(i, value, ref) for i, (value, ref) in enumerate(zip(self._values, refs))]
 
-    def _length(self, value: Value) -> str | None:
-        """The axis of queries or keys along which the numbers of an array differ."""
-        return value.axes[-1] if value.axes[-1:] in self._blocks and value.array.shape[-1] > 1 else None
-
     def _index(self, i: int, ref: Any, *, b: Any, n: Any) -> tuple[Any, ...]:
         """The batch row and the head of the i-th array, as far as it has them."""
         own = self._values[i].axes.rstrip("TS")
@@ -139,7 +140,7 @@ class TileValues:
 
     def _padded(self, value: Value) -> jax.Array:
         array = jnp.asarray(value.array, _dtype(value)).reshape(value.array.shape or (1,))
-        length = self._length(value)
+        length = length_of(value)
         if length:
             array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % self._blocks[length])])
         return array

@@ -1,9 +1,11 @@
 """The backward pass on Hopper: what the kernels need beforehand, which of them run, what is left to do afterwards."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jflash.backends.mosaic_gpu import argument_tiles
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS, from_zeros
@@ -12,6 +14,7 @@ from jflash.backends.mosaic_gpu.sm90.backward_diagonals import d_diagonals
 from jflash.backends.mosaic_gpu.sm90.backward_dq import dq
 from jflash.backends.mosaic_gpu.sm90.backward_narrow import NarrowBackward
 from jflash.backends.mosaic_gpu.sm90.backward_pairs import d_pairs
+from jflash.backends.mosaic_gpu.sm90.backward_rows import d_rows
 from jflash.backends.mosaic_gpu.sm90.backward_start import start
 from jflash.backends.mosaic_gpu.sm90.backward_wide import WideBackward
 from jflash.backends.mosaic_gpu.tile_values import squeezed
@@ -22,6 +25,7 @@ from jflash.masks.mask import Value
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import like
 from jflash.problem import Problem
+from jflash.scores import ScoreTerms
 
 # The widest head of which one warpgroup holds dK and dV of 64 keys.
 NARROW = 128
@@ -36,16 +40,18 @@ def backward(
 ) -> Gradients:
     """dq, dk and dv from the saved out and lse; see the kernels."""
     T, S = problem.T, problem.S
-    q, k, v, _, mask = operands
+    q, k, v, terms, mask = operands
     d_out = cotangents.out
     # 0 times what a dead key or a dead query holds must be 0.
     k, v = zero_dead_keys(k, v, mask=mask, T=T, S=S)
     if not every_query_sees_a_key(mask, T=T, S=S):
         # A query whose keys, beside its sink, do not show in the lse has no gradient that would show.
         least = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
-        live = (attended.lse > least).swapaxes(1, 2)[..., None]
+        live = attended.lse > least
+        terms = terms and _zero_dead_queries(terms, live)
+        live = live.swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
-    operands = operands._replace(q=q, k=k, v=v)
+    operands = operands._replace(q=q, k=k, v=v, terms=terms)
     is_wide = max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < WARPGROUPS * WARPGROUP_ROWS
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
@@ -66,7 +72,8 @@ def backward(
             (d_diagonals if axes == "BND" else d_pairs)(*own, shared=array.shape[:2], by_value=by_value)
             for (array, axes), by_value in zip(arguments, kernel.terms.learned_arguments, strict=True)
         ]
-    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_bias, of_arguments, sums))
+        of_queries = [d_rows(*own, by_value=by_value) for by_value in kernel.terms.summed_over_keys]
+    gradients = Gradients(d_q, d_k, d_v, _values(problem, learned, of_bias, of_arguments, of_queries, sums))
     # Inside `jax.shard_map` Pallas loses over which axes the results of Mosaic kernels vary (JAX 0.11.2).
     return like(gradients, operands)
 
@@ -79,6 +86,21 @@ def _with_dq(
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
 
 
+def _zero_dead_queries(terms: ScoreTerms, live: Bool[Array, "B N T"]) -> ScoreTerms:
+    """The terms, with 0 for floating numbers of queries that see no key."""
+
+    def of(array: Array, axes: str) -> Array:
+        if not jnp.issubdtype(array.dtype, jnp.floating) or squeezed(Value(array, axes)).axes != "BNT":
+            return array
+        return jnp.where(live[..., None] if axes == "BNTS" else live, array, 0)
+
+    functions = tuple(
+        dataclasses.replace(function, arrays=tuple(map(of, function.arrays, function.axes)))
+        for function in terms.functions
+    )
+    return terms._replace(bias=None if terms.bias is None else of(terms.bias, "BNTS"), functions=functions)
+
+
 def _is_on_tiles(array: Array, axes: str) -> bool:
     """Whether an array of the functions is one of the `ArgumentTiles`."""
     return squeezed(Value(array, axes)).axes in argument_tiles.AXES
@@ -89,18 +111,24 @@ def _values(
     learned: list[tuple[Array, str]],
     of_bias: list[Array],
     of_arguments: list[Array],
+    of_queries: list[Float[Array, "B N T"]],
     sums: list[Float[Array, "parts B N padded_S"]],
 ) -> tuple[Array, ...]:
-    """`Gradients.values`, from those of a bias of pairs, which comes first, those of arguments that are on tiles, and
-    parts of the sums over queries that all others are.
+    """`Gradients.values`, from those of a bias of pairs, which comes first, those of arguments that are on tiles, those
+    that are sums over keys, and parts of the sums over queries that all others are.
     """
-    sizes, arguments, sums = {"B": problem.B, "N": problem.N, "S": problem.S}, iter(of_arguments), iter(sums)
+    sizes = {"B": problem.B, "N": problem.N, "T": problem.T, "S": problem.S}
+    arguments, queries, sums = iter(of_arguments), iter(of_queries), iter(sums)
 
     def of(array: Array, axes: str) -> Array:
         if _is_on_tiles(array, axes):
             return next(arguments)
         axes = gradient_axes(array, axes)
-        x = next(sums)[..., : problem.S].sum(0)
-        return (x if "S" in axes else x.sum(-1)).reshape([sizes.get(axis, 1) for axis in axes])
+        if "T" in axes:
+            x = next(queries)
+        else:
+            x = next(sums)[..., : problem.S].sum(0)
+            x = x if "S" in axes else x.sum(-1)
+        return x.reshape([sizes.get(axis, 1) for axis in axes])
 
     return *of_bias, *(of(*leaf) for leaf in learned[len(of_bias) :])

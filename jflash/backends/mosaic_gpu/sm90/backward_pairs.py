@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jaxtyping import Array, Float
 
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS, i32
-from jflash.backends.mosaic_gpu.sm90.tile_sums import WARPGROUPS, Block, TileSums
+from jflash.backends.mosaic_gpu.sm90.tile_sums import Block, TileSums
 from jflash.backends.mosaic_gpu.visits import Visits
 from jflash.backends.protocol import Operands
 from jflash.problem import Problem
@@ -75,8 +74,7 @@ class _PairGradient(TileSums):
     def _visits(self, block: Block) -> Visits:
         if self.visits_all:
             return Visits(i32(self.tile_map.columns), lambda i: i, lambda i, _: i >= 0)
-        part = lax.min(block.warpgroup, i32(WARPGROUPS - 1))
-        return self.visits.of_row(block.mask_refs, b=block.b, row=block.place, part=part)
+        return self.visits_of_row(block)
 
     def sum_up(self, block: Block, statistics: Any, result: Any) -> None:
         def store(rows, visit, x):
@@ -93,12 +91,10 @@ class _PairGradient(TileSums):
         if self.loads_queries:
             self.each_step(block, add, self.nothing())
             return
-        own = self.with_statistics(block.rows(block.place * self.block_q, None), statistics)
-        plgpu.barrier_wait(block.s.queries_full.at[block.warpgroup])
+        own = self.own_statistics(block, statistics)
 
         def store_each(step, rows, visit, _):
-            rows = rows._replace(minus_lse=own.minus_lse, minus_delta=own.minus_delta)
-            store(rows, visit, self.ds_of_step(statistics, step, rows, visit))
+            store(rows, visit, self.ds_of_step(statistics, step, rows._replace(**own), visit))
             return ()
 
         self.each_step(block, store_each, ())

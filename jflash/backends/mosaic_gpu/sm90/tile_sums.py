@@ -38,7 +38,7 @@ from jflash.backends.mosaic_gpu.primitives import (
     smem_pieces,
 )
 from jflash.backends.mosaic_gpu.sm90.query_tiles import QueryTiles, Rows
-from jflash.backends.mosaic_gpu.visits import head_and_row
+from jflash.backends.mosaic_gpu.visits import Visits, head_and_row
 from jflash.backends.protocol import Operands
 from jflash.hardware import named
 from jflash.problem import Problem
@@ -89,9 +89,11 @@ class TileSums(QueryTiles, abc.ABC):
     Attributes:
       places: blocks of threads for each batch row and head of the array.
       shape: of the result.
+      reduces: whether tiles are summed over their rows or columns in the kernel.
     """
 
     kernel_name: str
+    reduces = False
     places: int
     shape: tuple[int, ...]
 
@@ -108,10 +110,8 @@ class TileSums(QueryTiles, abc.ABC):
         self.rows_of_array, self.heads_of_array = shared
         self.shared_rows, self.shared_heads = problem.B // shared[0], problem.N // shared[1]
         self.loads_queries = loads_queries
-        most = named("h200").smem_bytes_per_block
-        fits = (
-            stages for stages in range(_MOST_STAGES, 0, -1) if smem_bytes(self._scratch(stages), reduces=False) <= most
-        )
+        most, each = named("h200").smem_bytes_per_block, range(_MOST_STAGES, 0, -1)
+        fits = (stages for stages in each if smem_bytes(self._scratch(stages), reduces=self.reduces) <= most)
         self.stages = next(fits, 1)
 
     def own_operands(self) -> tuple[jax.Array, ...]:
@@ -173,7 +173,7 @@ class TileSums(QueryTiles, abc.ABC):
             out_type=(),
             blocks=self.rows_of_array * self.heads_of_array * self.places,
             warpgroups=WARPGROUPS,
-            reduces=False,
+            reduces=self.reduces,
             scratch_types=self._scratch(self.stages),
             kernel_name=self.kernel_name,
         )(*self.operands[:3], d_out, *statistics, column_ids, *mask_and_logits, *self.own_operands(), result_ref)
@@ -236,6 +236,17 @@ class TileSums(QueryTiles, abc.ABC):
     def nothing(self) -> Any:
         """Where a sum starts."""
         return plgpu.layout_cast(jnp.zeros(self.s_shape, jnp.float32), WGMMA)
+
+    def visits_of_row(self, block: Block) -> Visits:
+        """Of the row of tiles whose number the block's place is."""
+        part = lax.min(block.warpgroup, i32(WARPGROUPS - 1))
+        return self.visits.of_row(block.mask_refs, b=block.b, row=block.place, part=part)
+
+    def own_statistics(self, block: Block, statistics: Any) -> dict[str, Any]:
+        """Fields of `Rows`, of queries of that row that are the same at all steps, when their Q and dO are there."""
+        rows = self.with_statistics(block.rows(block.place * self.block_q, None), statistics)
+        plgpu.barrier_wait(block.s.queries_full.at[block.warpgroup])
+        return {"minus_lse": rows.minus_lse, "minus_delta": rows.minus_delta}
 
     def with_statistics(self, rows: Rows, statistics: Any) -> Rows:
         minus_lse, minus_delta = self.statistics_of(statistics, b=rows.b, n=rows.n, q_at=rows.q_at)

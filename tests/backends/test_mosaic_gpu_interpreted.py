@@ -616,32 +616,39 @@ def test_what_dead_keys_and_queries_hold_has_no_influence(name, deterministic):
             np.testing.assert_array_equal(found, wanted, err_msg=f"{result} with {filling} in dead places")
 
 
+def scaled_by_both(s, b, n, q, k, x, y):
+    return s * x[b, q] * y[b, k]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_what_the_logits_have_for_dead_queries_has_no_influence():
+@pytest.mark.parametrize("along", ["queries", "keys"])
+def test_what_the_logits_have_for_dead_tokens_has_no_influence(along):
     sizes = {"T": 37, "S": 141, "N": 2, "H": 16}
-    terms = {"bias": (1, 1, 37, 1), "softcap": 2.0, "score_fn": scaled_by_queries}
-    arrays = draw(2, 37), draw(1, 37), draw(141)
+    bias = (1, 1, 37, 1) if along == "queries" else (1, 1, 1, 141)
+    terms = {"bias": bias, "softcap": 2.0, "score_fn": scaled_by_both}
+    arrays = draw(1, 37), draw(1, 141)
     w = workload("dead_values", mask=DEAD_MASKS["segments"], score_args=arrays, **terms, **sizes)
     problem, mask = pose(w)
-    dead = ~np.asarray(mask.allowed(*np.ix_(range(w.T), range(w.S)), b=0)).any(1)
-    assert 0 < dead.sum() < w.T
+    allowed = np.asarray(mask.allowed(*np.ix_(range(w.T), range(w.S)), b=0))
+    dead_query, dead_key = ~allowed.any(1), ~allowed.any(0)
+    assert 0 < dead_query.sum() < w.T and 0 < dead_key.sum() < w.S
     inputs, run = random_inputs(w), both_passes(w, interpretable(problem))
+    of_bias = dead_query[:, None] if along == "queries" else dead_key
 
     def results(filling):
         learned = {
-            "bias": jnp.where(dead[:, None], filling, inputs.bias),
-            "score_arg_0": jnp.where(dead, filling, arrays[0]),
-            "score_arg_1": jnp.where(dead, filling, arrays[1]),
-            "score_arg_2": jnp.asarray(arrays[2]),
+            "bias": jnp.where(of_bias, filling, inputs.bias),
+            "score_arg_0": jnp.where(dead_query, filling, arrays[0]),
+            "score_arg_1": jnp.where(dead_key, filling, arrays[1]),
         }
         operands = Operands(*inputs[:3], terms_with(w, mask, learned), jax.tree.map(jnp.asarray, mask))
         return interpret(run, operands, learned, inputs.d_out, inputs.d_lse)
 
     clean = results(0.0)
-    names = *RESULTS, "dbias", "dscore_arg_0", "dscore_arg_1", "dscore_arg_2"
-    of_dead = np.asarray(clean[5])[0, 0, dead], *(np.asarray(x)[:, dead] for x in clean[6:8])
-    assert all(np.all(x == 0) for x in of_dead) and all(np.any(np.asarray(x) != 0) for x in clean)
+    names = *RESULTS, "dbias", "dscore_arg_0", "dscore_arg_1"
+    dead = zip(clean[5:], (np.broadcast_to(of_bias, bias), dead_query[None], dead_key[None]), strict=True)
+    assert all(np.all(np.asarray(x)[own] == 0) for x, own in dead) and all(np.any(np.asarray(x) != 0) for x in clean)
     for filling in (np.nan, np.inf, 1e4):
         for name, found, wanted in zip(names, results(filling), clean, strict=True):
             np.testing.assert_array_equal(found, wanted, err_msg=f"{name} with {filling} in dead places")

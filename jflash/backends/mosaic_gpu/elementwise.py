@@ -42,6 +42,15 @@ class Elementwise:
         """Why a kernel cannot compile it, or None."""
         return _refusal(self.jaxpr)
 
+    def depends(self, results: Sequence[int], arguments: Sequence[int]) -> bool:
+        """Whether some of these results may be made of some of these arguments, by their numbers."""
+        jaxpr = self.jaxpr.jaxpr
+        needed = {jaxpr.outvars[i] for i in results if not isinstance(jaxpr.outvars[i], Literal)}
+        for equation in reversed(jaxpr.eqns):
+            if not needed.isdisjoint(equation.outvars):
+                needed |= {var for var in equation.invars if not isinstance(var, Literal)}
+        return not needed.isdisjoint(jaxpr.invars[i] for i in arguments)
+
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         return tuple(_evaluate(self.jaxpr, arguments))
 

@@ -30,7 +30,8 @@ class TileTerms:
 
     Attributes:
       is_plain: there is nothing but the scale, and maybe a bias of pairs.
-      is_total: logits and their derivatives are finite at every pair, whether it attends or not.
+      is_total: the derivatives that are wanted are finite at every pair, whether it attends or not, and whatever its
+        values are.
       dropout: what of the weights is dropped, or None.
 
       pairs: the bias on tiles, where it has a number for each pair.
@@ -49,7 +50,6 @@ class TileTerms:
     def __init__(self, problem: Problem, operands: Operands, tile_map: TileMap, *, warpgroups: int, split: str):
         functions = operands.functions
         self.is_plain, self.dropout = is_plain(problem), operands.dropout
-        self.is_total = all(function.is_total for function in functions)
         self._scale, self._transpose = problem.scale, tile_map.transpose
         arrays, flags = [_value(*leaf) for leaf in logit_arrays(operands)], learned_flags(problem, operands)
         of_pairs = operands.bias if problem.has_bias_of_pairs else None
@@ -70,6 +70,11 @@ class TileTerms:
         self.learned_arguments = tuple(i for i, value in learned.items() if value.axes in argument_tiles.AXES)
         self.summed_over_keys = tuple(i for i, value in learned.items() if length_of(value) == "T")
         self.summed = tuple(i for i in learned if i not in (*self.learned_arguments, *self.summed_over_keys))
+        # What a key that nobody sees has may be NaN, and so may a derivative that it is a factor of.
+        derivatives, of_values = [1, *(2 + i for i in learned)], [3 + i for i in floats]
+        self.is_total = all(function.is_total for function in functions) and not (
+            of_values and self._derivatives.depends(derivatives, of_values)
+        )
 
     @property
     def unit(self) -> float:
@@ -127,12 +132,15 @@ class TileTerms:
     def _logits(self) -> Elementwise:
         return Elementwise.of(self._function, self._dtypes)
 
+    @property
+    def _derivatives(self) -> Elementwise:
+        return value_and_derivatives(self._function, self._dtypes)
+
     def with_derivatives(
         self, refs: tuple[Any, ...], qk: Any, column_ids: Any, arguments: list[Any], **place: Any
     ) -> tuple[Any, Any, list[Any]]:
         """The logits, their derivative by scale · qk, and so by a bias of pairs, and those by floating values."""
-        evaluate = value_and_derivatives(self._function, self._dtypes)
-        s, by_qk, *by_values = evaluate(*self._arguments(refs, qk, column_ids, arguments, **place))
+        s, by_qk, *by_values = self._derivatives(*self._arguments(refs, qk, column_ids, arguments, **place))
         return s, by_qk, by_values
 
     def dropped(self, refs: tuple[Any, ...], *tiles: Any, **place: Any) -> tuple[Any, ...]:

@@ -1,11 +1,9 @@
 """The backward pass on Hopper: what the kernels need beforehand, which of them run, what is left to do afterwards."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jflash.backends.mosaic_gpu import argument_tiles
 from jflash.backends.mosaic_gpu.primitives import WARPGROUP_ROWS, from_zeros
@@ -25,7 +23,6 @@ from jflash.masks.mask import Value
 from jflash.numerics.online_softmax import Attended
 from jflash.numerics.varying import like
 from jflash.problem import Problem
-from jflash.scores import ScoreTerms
 
 # The widest head of which one warpgroup holds dK and dV of 64 keys.
 NARROW = 128
@@ -40,18 +37,16 @@ def backward(
 ) -> Gradients:
     """dq, dk and dv from the saved out and lse; see the kernels."""
     T, S = problem.T, problem.S
-    q, k, v, terms, mask = operands
+    q, k, v, _, mask = operands
     d_out = cotangents.out
     # 0 times what a dead key or a dead query holds must be 0.
     k, v = zero_dead_keys(k, v, mask=mask, T=T, S=S)
     if not every_query_sees_a_key(mask, T=T, S=S):
         # A query whose keys, beside its sink, do not show in the lse has no gradient that would show.
         least = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
-        live = attended.lse > least
-        terms = terms and _zero_dead_queries(terms, live)
-        live = live.swapaxes(1, 2)[..., None]
+        live = (attended.lse > least).swapaxes(1, 2)[..., None]
         q, d_out = jnp.where(live, q, 0), jnp.where(live, d_out, 0)
-    operands = operands._replace(q=q, k=k, v=v, terms=terms)
+    operands = operands._replace(q=q, k=k, v=v)
     is_wide = max(problem.H, problem.Hv) > NARROW or tiles.backward.block_k < WARPGROUPS * WARPGROUP_ROWS
     # Adding up in an order that changes between runs is what the other kernel for dq is without.
     kernel = (WideBackward if is_wide else NarrowBackward)(problem, tiles, operands, with_dq=not problem.deterministic)
@@ -84,21 +79,6 @@ def _with_dq(
     sums, *rest = from_zeros(lambda dq_ref: kernel(statistics, d_out, dq_ref), zeros, kernel.out_types)
     sums = sums.reshape(problem.B, problem.N, *sums.shape[1:])[:, :, : problem.T, : problem.H].swapaxes(1, 2)
     return (sums * np.float32(problem.scale)).astype(problem.dtype), *rest
-
-
-def _zero_dead_queries(terms: ScoreTerms, live: Bool[Array, "B N T"]) -> ScoreTerms:
-    """The terms, with 0 for floating numbers of queries that see no key."""
-
-    def of(array: Array, axes: str) -> Array:
-        if not jnp.issubdtype(array.dtype, jnp.floating) or squeezed(Value(array, axes)).axes != "BNT":
-            return array
-        return jnp.where(live[..., None] if axes == "BNTS" else live, array, 0)
-
-    functions = tuple(
-        dataclasses.replace(function, arrays=tuple(map(of, function.arrays, function.axes)))
-        for function in terms.functions
-    )
-    return terms._replace(bias=None if terms.bias is None else of(terms.bias, "BNTS"), functions=functions)
 
 
 def _is_on_tiles(array: Array, axes: str) -> bool:

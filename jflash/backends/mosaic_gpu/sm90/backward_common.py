@@ -369,7 +369,7 @@ class BackwardKernel(abc.ABC):
             dp += self._statistic(block, slot, 1, q_from, s.shape)
 
         def times_p(derivative):
-            # Only a function that may have poles has such derivatives where the mask does not allow a pair.
+            # Infinite or NaN where the mask does not allow a pair, as of a function with poles.
             d = p * dp * derivative
             return d if self.terms.is_total else jnp.where(p == 0, 0, d)
 

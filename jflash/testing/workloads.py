@@ -121,7 +121,7 @@ def _t5_bias(s, b, n, q, k, table):
 
 def _log_distance(s, b, n, q, k, rate):
     """NaN above the diagonal, and minus infinity on it, unless it is masked."""
-    return s - rate[n] * jnp.log((q - k).astype(s.dtype))
+    return s - rate[n, q] * jnp.log((q - k).astype(s.dtype))
 
 
 def _draw(seed: int, *shape: int) -> np.ndarray:
@@ -223,7 +223,7 @@ CONTRACT: tuple[Workload, ...] = (
     Workload(
         name="score_poles",
         score_fn=_log_distance,
-        score_args=(_draw(12, 6),),
+        score_args=(_draw(12, 6, 93),),
         mask=Causal(offset=-1) & Segments(_DOCUMENTS, padding_id=0),
         **_SMALL,
     ),

@@ -251,7 +251,7 @@ def test_numbers_for_each_query_lower_with_those_cotangents_that_are_asked_for(H
             operands, *backward_shapes(problem)
         )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("custom_call @mosaic_gpu") == 1 + sum(asked)
+        assert text.count("custom_call @mosaic_gpu") == 2 + sum(asked)
         assert ("jflash_backward_rows_sm90" in text) == any(asked)
         shapes = [array.shape for array in jax.tree.leaves(traced.out_info.values)]
         assert shapes == [shape for shape, own in zip([(2, 4, 723, 1), (2, 4, 723), (2, 4, 723)], asked) if own]
@@ -358,8 +358,8 @@ def lower(function, arguments, *platforms: str) -> str:
 
 
 def assert_both_passes(text: str) -> None:
-    assert text.count("custom_call @mosaic_gpu") == 2
-    assert "jflash_forward_sm90" in text and "jflash_backward_sm90" in text
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert all(f"jflash_{name}_sm90" in text for name in ("forward", "backward_start", "backward"))
 
 
 def test_x64():
@@ -433,7 +433,7 @@ def test_gradients_through_shard_map_with_its_default_checks(kind, of_keys, dete
     queries = shapes(SIZES[0], sharding=NamedSharding(mesh, SPEC))
     with jax.set_mesh(mesh):
         text = lower(jax.grad(loss, (0, 1, 2)), [*queries, *keys])
-    assert text.count("custom_call @mosaic_gpu") == 2 + deterministic
+    assert text.count("custom_call @mosaic_gpu") == 3 + deterministic
 
 
 def table_of_queries(s, b, n, q, k, table):
@@ -472,7 +472,7 @@ def test_the_cotangent_of_a_table_through_shard_map(score_fn, kernel, kind):
     ids = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
         text = lower(jax.grad(loss, (0, 1, 2, 3)), [*arrays, table, ids])
-    assert text.count("custom_call @mosaic_gpu") == 3
+    assert text.count("custom_call @mosaic_gpu") == 4
     assert f"jflash_backward_{kernel}_sm90" in text
 
 

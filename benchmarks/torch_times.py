@@ -254,9 +254,11 @@ def main() -> None:
     arguments = parser.parse_args()
     where = {"kind": "kernel_times", **circumstances(arguments.commit or commit_here())}
     options = {name: getattr(arguments, name) for name in ("rounds", "calls", "idle_s")}
-    for row in suites.chosen(arguments):
-        timed, missing = prepare(row, arguments.peers)
-        print(f"compiled {row}", file=sys.stderr, flush=True)
+    rows = suites.chosen(arguments)
+    # As in kernel_times.py, all before the first is timed.
+    prepared = [prepare(row, arguments.peers) for row in rows]
+    print("compiled", file=sys.stderr, flush=True)
+    for row, (timed, missing) in zip(rows, prepared):
         for line in (*missing, *measure(row, timed, **options)):
             print(json.dumps({**line, **options, "load_s": 0.0, **where}), flush=True)
 

@@ -135,8 +135,9 @@ class QueryTiles:
         (dp,) = self.terms.dropped(rows.term_refs, dp, **place)
         if self.terms.dropout is not None:
             dp += along_rows(rows.minus_delta, self.s_shape)
-        ds = p * dp * (by_qk if self.by_value is None else by_values[self.by_value])
-        return ds if self.terms.is_total else jnp.where(p == 0, 0, ds)
+        ds = p * dp
+        derivative = by_qk if self.by_value is None else by_values[self.by_value]
+        return ds * derivative if self.terms.is_total else jnp.where(ds == 0, 0, ds * derivative)
 
     def _allowed_or(self, other: float, x: Any, rows: Rows, i: Any) -> Any:
         """The i-th visited tile, with another value at masked pairs."""

@@ -102,3 +102,21 @@ def test_kernels_with_it_lower(name):
 @pytest.mark.parametrize("fn, reason", [(jnp.sin, "operation sin"), (lax.erf, "operation erf")])
 def test_what_no_kernel_compiles_is_named(fn, reason):
     assert reason in Elementwise.of(fn, [FLOAT]).refusal
+
+
+@pytest.mark.parametrize(
+    ("fn", "depends"),
+    [
+        (lambda s, x: s + x, False),
+        (lambda s, x: jnp.maximum(s, 1) + 2 * x, False),
+        (lambda s, x: s * x, True),
+        (lambda s, x: jnp.tanh(s + x), True),
+        (lambda s, x: jnp.where(x > 0, s, 2 * s), True),
+        (jax.jit(lambda s, x: s * jnp.exp(x)), True),
+    ],
+    ids=["added", "added_twice", "factor", "softcap", "condition", "jit"],
+)
+def test_which_derivative_by_the_logit_depends_on_a_value(fn, depends):
+    function = value_and_derivatives(fn, (np.dtype(np.float32),) * 2)
+    assert function.depends([1], [1]) == depends
+    assert function.depends([0], [1])

@@ -173,7 +173,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     learned = problem, deterministic
     if terms in ("diagonals", "pairs", "queries"):
         # As well, of the array beside the numbers of batch rows and heads. Out is of 16 bits where nobody asks.
-        learned = (dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
+        learned = tuple(dataclasses.replace(each, learned=(True, False, False)) for each in (problem, deterministic))
     tiles = mosaic_gpu.default_tiles(problem, H200)
     own = operand_shapes(problem)
     functions = tuple(
@@ -181,7 +181,7 @@ def configs(H: int, Hv: int, mask: str, size: str, terms: str = "") -> list[Conf
     )
     operands = (own._replace(terms=own.terms._replace(functions=functions)),)
     forward = functools.partial(mosaic_gpu.forward, problem, tiles)
-    arguments = *operands, *backward_shapes(problem)
+    arguments = *operands, *backward_shapes(learned[0])
     backward, in_two = (functools.partial(mosaic_gpu.backward, each, tiles) for each in learned)
     name = f"{H}_{Hv}_{mask}_{size}" + (f"_{terms}" if terms else "")
     # 64 Ki registers over the threads of a block: three warpgroups that compute get 160 each.
